@@ -1,0 +1,24 @@
+"""Copy-on-write rollouts from a language model, over the very weights that are being trained.
+
+from rollout import generate_rollouts
+groups = generate_rollouts(["12+34="], n=16, model="path/to/model", seed=0)
+"""
+
+from rollout.api import generate_rollouts, use_engine
+from rollout.config import RolloutConfig, SamplingParams
+from rollout.engine import EngineStats, RolloutEngine
+from rollout.errors import ExactnessError, RolloutError
+from rollout.types import Rollout, RolloutGroup
+
+__all__ = [
+    "EngineStats",
+    "ExactnessError",
+    "Rollout",
+    "RolloutConfig",
+    "RolloutEngine",
+    "RolloutError",
+    "RolloutGroup",
+    "SamplingParams",
+    "generate_rollouts",
+    "use_engine",
+]

@@ -1,0 +1,121 @@
+"""Does this machine keep the promise? A probe at start-up, with the threads, dtype and model that will be used.
+
+It decodes a few completions token by token through the rollout view, runs the same tokens packed through the training
+view, and once through transformers' own attention. The first two have to agree in every bit (exactness), the third
+within rounding (parity: the engine runs this model right).
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from rollout_kernels.tiles import SEGMENT_SIZE
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rollout.block_pool import BlockPool
+from rollout.config import SamplingParams
+from rollout.errors import RolloutError
+from rollout.kv_cache import KVCache, LayerGroup
+from rollout.model_runner import ModelRunner
+from rollout.packing import build_pack
+from rollout.scheduler import Chunk
+from rollout.sequence import Request, Sequence
+from rollout.views import AttentionContext, make_view, raw_logits
+
+_PROBES = ((1, (3,)), (SEGMENT_SIZE + 11, (9, 2, 6)), (5, (7, 1)))
+"""(prompt length, completion lengths): one row, past a segment's edge with siblings, and few."""
+
+
+@dataclass(frozen=True)
+class ProbeReport:
+    """What the probe saw."""
+
+    num_differing: int
+    """Tokens whose logits differ in some bit between decoding and the pack."""
+    num_tokens: int
+    parity_gap: float
+    """Largest log-prob difference from transformers' eager attention, in nats."""
+    num_threads: int
+
+    @property
+    def exact(self) -> bool:
+        return self.num_differing == 0
+
+    @property
+    def reason(self) -> str:
+        verdict = "agree in every bit" if self.exact else f"differ at {self.num_differing} of {self.num_tokens} tokens"
+        return f"generator and trainer {verdict} ({self.num_threads} threads)"
+
+
+def _probe_tokens(vocab_size: int, max_len: int) -> list[tuple[list[int], list[list[int]]]]:
+    generator = torch.Generator().manual_seed(0)
+    groups = []
+    for prompt_length, lengths in _PROBES:
+        sizes = [max(1, min(prompt_length, max_len - max(lengths))), *lengths]
+        drawn = [torch.randint(vocab_size, (size,), generator=generator).tolist() for size in sizes]
+        groups.append((drawn[0], drawn[1:]))
+    return groups
+
+
+def _decode(runner: ModelRunner, pool: BlockPool, groups: Seq[tuple[list[int], list[list[int]]]]) -> Tensor:
+    """Logits [C, V] of all completion tokens, teacher-forced one token per forward, all groups in one batch."""
+    rows: dict[tuple[int, int, int], Tensor] = {}
+    live: list[tuple[tuple[int, int], list[int], Sequence]] = []
+    for g, (prompt, completions) in enumerate(groups):
+        request = Request(prompt, len(completions), SamplingParams(), 0, 0, g, 0, 1 << 30)
+        parent = request.start_prompt(pool)
+        parent.table.make_writable(0, len(prompt))
+        logits = runner.forward([Chunk(parent, 0, len(prompt))])[0]
+        for i, completion in enumerate(completions):
+            rows[g, i, 0] = logits
+            child = Sequence(request, i, list(prompt), parent.table.fork(), len(prompt), recomputing=True)
+            live.append(((g, i), completion, child))
+    for place in range(1, max(len(completion) for _, completion, _ in live)):
+        active = [(key, completion, s) for key, completion, s in live if place < len(completion)]
+        chunks = []
+        for _, completion, s in active:
+            s.token_ids.append(completion[place - 1])
+            copies = s.table.make_writable(s.num_tokens - 1, s.num_tokens)
+            if copies:
+                runner.cache.copy_blocks(copies)
+            chunks.append(Chunk(s, s.num_tokens - 1, 1))
+        logits = runner.forward(chunks)
+        rows.update({(*key, place): logits[j] for j, (key, _, _) in enumerate(active)})
+    return torch.stack([rows[key] for key in sorted(rows)])
+
+
+@torch.no_grad()
+def probe(module: PreTrainedModel, group: LayerGroup, block_size: int, max_len: int, *, exact: bool) -> ProbeReport:
+    """Compare decoding, packing and transformers' own forward on a few random tokens."""
+    device = next(module.parameters()).device
+    groups = _probe_tokens(module.config.vocab_size, max_len)
+    view = make_view(module, exact=exact)
+    num_blocks = sum(2 + (len(p) + max(map(len, cs))) // block_size * (len(cs) + 1) + 2 * len(cs) for p, cs in groups)
+    cache = KVCache(group, num_blocks, block_size, device)
+    runner = ModelRunner(view, cache, max_num_seqs=1, exact=exact)
+    decoded = _decode(runner, BlockPool(num_blocks, block_size), groups)
+
+    pack = build_pack(groups, group, device, exact=exact)
+    packed = raw_logits(view, AttentionContext(pack.tiles), pack.ids, pack.positions, pack.logit_rows)[: len(decoded)]
+    differing = int((decoded != packed).any(-1).sum())
+
+    eager = make_view(module, exact=False)
+    eager.set_attn_implementation("eager")
+    expected = []
+    for prompt, completions in groups:
+        for completion in completions:
+            ids = torch.tensor([prompt + completion[:-1]], device=device)
+            expected.append(eager(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 :])
+    gap = (decoded.float().log_softmax(-1) - torch.cat(expected).float().log_softmax(-1)).abs().max()
+    return ProbeReport(differing, len(decoded), float(gap), torch.get_num_threads())
+
+
+def check_parity(report: ProbeReport, dtype: torch.dtype) -> None:
+    """Refuse a model whose log-probs are not transformers' within the dtype's rounding."""
+    limit = 1e-3 if dtype == torch.float32 else 0.5
+    if not report.parity_gap <= limit:
+        raise RolloutError(
+            f"the engine does not run this model right: log-probs differ from transformers' eager attention by"
+            f" {report.parity_gap:.2g} nats (at most {limit} expected in {dtype}); please report the model's config"
+        )

@@ -1,0 +1,105 @@
+"""Models from a directory, checked before they are used."""
+
+import inspect
+import logging
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from rollout.errors import RolloutError
+from rollout.views import default_dtype
+
+logger = logging.getLogger(__name__)
+
+SUPPORTED_MODEL_TYPES = ("qwen3", "qwen2", "llama")
+"""Families whose attention has been checked to go through the engine's alone."""
+SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""`dynamic` and `longrope` depend on the longest position in the batch, so a rollout would depend on its neighbours."""
+
+
+def resolve_device(device: str) -> torch.device:
+    """The device that a configuration names; "auto" takes CUDA where it is."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise RolloutError(f"device={device!r}: this machine has no CUDA device; use device=cpu or auto")
+    return torch.device(device)
+
+
+def check_config(config: PretrainedConfig) -> None:
+    """Refuse a model kind that the engine cannot run right."""
+    if config.model_type not in SUPPORTED_MODEL_TYPES:
+        raise RolloutError(
+            f"model_type={config.model_type!r} is not supported; supported: {', '.join(SUPPORTED_MODEL_TYPES)}"
+        )
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = {part.get("rope_type", "default") for part in rope.values() if isinstance(part, dict)}
+    for kind in kinds or {rope.get("rope_type", "default")}:
+        if kind not in SUPPORTED_ROPE_TYPES:
+            raise RolloutError(f"rope_type={kind!r} is not supported; supported: {', '.join(SUPPORTED_ROPE_TYPES)}")
+    if getattr(config, "quantization_config", None):
+        raise RolloutError("quantised checkpoints are not supported: load the model in float32 or bfloat16")
+
+
+def check_module(module: nn.Module) -> PreTrainedModel:
+    """Refuse a module that is not a causal language model of a supported kind."""
+    if not isinstance(module, PreTrainedModel) or "logits_to_keep" not in inspect.signature(module.forward).parameters:
+        raise RolloutError(f"{type(module).__name__} is not a causal language model of transformers")
+    check_config(module.config)
+    dtypes = {p.dtype for p in module.parameters()}
+    if len(dtypes) > 1 or not dtypes <= {torch.float32, torch.bfloat16}:
+        raise RolloutError(f"parameters are in {sorted(map(str, dtypes))}: use one of float32 and bfloat16 for all")
+    return module
+
+
+def check_directory(path: str | Path, *, needs_tokenizer: bool = True) -> Path:
+    """The model directory, after checking that config, weights and tokenizer are there."""
+    directory = Path(path).expanduser()
+    if not directory.is_dir():
+        raise RolloutError(f"model directory {str(path)!r} does not exist")
+    if not (directory / "config.json").is_file():
+        raise RolloutError(f"model directory {str(path)!r} has no config.json")
+    if not any(directory.glob("*.safetensors")):
+        raise RolloutError(f"model directory {str(path)!r} has no weights (*.safetensors)")
+    if needs_tokenizer and not any(
+        (directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")
+    ):
+        raise RolloutError(f"model directory {str(path)!r} has no tokenizer (tokenizer.json or tokenizer_config.json)")
+    return directory
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model directory."""
+    tokenizer = AutoTokenizer.from_pretrained(check_directory(path), local_files_only=True)
+    assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    return tokenizer
+
+
+def load_model(path: str | Path, dtype: str = "auto", device: torch.device | str = "cpu") -> PreTrainedModel:
+    """A causal language model from a directory of safetensors, in `dtype`, on `device`, in eval mode."""
+    directory = check_directory(path, needs_tokenizer=False)
+    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    check_config(config)
+    device = torch.device(device)
+    wanted = default_dtype(config.dtype, device) if dtype == "auto" else getattr(torch, dtype)
+    if dtype == "auto" and config.dtype is not None and config.dtype != wanted:
+        logger.warning("model is stored in %s; dtype=auto runs it in %s", config.dtype, wanted)
+    # `.to(bfloat16)` after loading would round the rotary frequencies too
+    model, info = AutoModelForCausalLM.from_pretrained(
+        directory, config=config, dtype=wanted, local_files_only=True, output_loading_info=True
+    )
+    for problem in ("missing_keys", "mismatched_keys"):
+        if info[problem]:
+            raise RolloutError(f"weights in {str(path)!r}: {problem.replace('_', ' ')} {sorted(info[problem])[:5]}")
+    if info["unexpected_keys"]:
+        logger.warning("weights in %s that the model does not use: %s", path, sorted(info["unexpected_keys"])[:5])
+    return check_module(model).to(device).eval()

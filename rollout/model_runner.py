@@ -1,0 +1,148 @@
+"""Runs what the scheduler planned: block copies, one forward, one draw."""
+
+from collections import defaultdict
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rollout_kernels.attention import AttentionTiles
+from rollout_kernels.plan import QuerySpan, plan_tiles
+from rollout_kernels.tiles import ROW_MULTIPLE, SEGMENT_SIZE, pad_rows, round_up
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rollout.kv_cache import KVCache
+from rollout.sampler import SampledTokens, sample
+from rollout.scheduler import Chunk, ScheduledBatch
+from rollout.sequence import Request, Sequence
+from rollout.views import AttentionContext, raw_logits
+
+
+class ModelRunner:
+    """Holds the rollout view, its KV tensors and the last token of every slot."""
+
+    def __init__(self, view: PreTrainedModel, cache: KVCache, max_num_seqs: int, *, exact: bool) -> None:
+        self.view = view
+        self.cache = cache
+        self.device = cache.keys.device
+        self.row_multiple = ROW_MULTIPLE if exact else 1
+        self.group_siblings = True
+        # sampled ids stay on the device: the next forward reads them here, not from the host
+        self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=self.device)
+
+    @torch.no_grad()
+    def run(self, batch: ScheduledBatch) -> tuple[list[Sequence], SampledTokens | None, list[tuple[Sequence, Tensor]]]:
+        """Run one planned iteration.
+
+        Returns the sequences that drew a token, in the order of SampledTokens' rows (None: nobody drew), and the
+        prompts whose prefill ended, each with its row of logits [V].
+        """
+        if batch.copies:
+            self.cache.copy_blocks(batch.copies)
+        drawing = [c.sequence for c in batch.chunks if c.completes and not c.sequence.is_prompt]
+        prompts = [c.sequence for c in batch.chunks if c.completes and c.sequence.is_prompt]
+        rows: list[Tensor] = []
+        prefilled: list[tuple[Sequence, Tensor]] = []
+        if batch.chunks:
+            logits = self.forward(batch.chunks)
+            by_sequence = dict(zip([c.sequence for c in batch.chunks if c.completes], logits, strict=False))
+            prefilled = [(prompt, by_sequence[prompt].clone()) for prompt in prompts]
+            rows = [by_sequence[sequence] for sequence in drawing]
+        rows += [self._stored_logits(fork.request) for fork in batch.forks]
+        drawing += batch.forks
+        if not drawing:
+            return [], None, prefilled
+        sampled = sample(pad_rows(torch.stack(rows), self.row_multiple), drawing)
+        self._last_tokens[torch.tensor([s.slot for s in drawing], device=self.device)] = sampled.ids
+        return drawing, sampled, prefilled
+
+    @staticmethod
+    def _stored_logits(request: Request) -> Tensor:
+        assert isinstance(request.logits_row, Tensor)
+        return request.logits_row
+
+    def forward(self, chunks: Seq[Chunk]) -> Tensor:
+        """Compute the chunks' KV; logits [>= C, V] of the C chunks that complete, in order, then padding."""
+        counts = [chunk.count for chunk in chunks]
+        total = sum(counts)
+        starts = np.cumsum([0, *counts])
+        positions = np.concatenate([np.arange(c.start, c.start + c.count) for c in chunks])
+        blocks = np.concatenate([self._blocks(c) for c in chunks])
+        padding = round_up(total, self.row_multiple) - total
+        positions, blocks = np.pad(positions, (0, padding)), np.pad(blocks, (0, padding))
+        completed = [int(starts[i + 1]) - 1 for i, chunk in enumerate(chunks) if chunk.completes]
+        # somebody must be asked for logits even if no prompt is through yet
+        logit_rows = completed + [0] * (round_up(max(len(completed), 1), self.row_multiple) - len(completed))
+        context = AttentionContext(
+            tiles=self._plan(chunks, starts),
+            cache=self.cache,
+            write_rows=self._on_device(self.cache.rows(blocks, positions).reshape(-1)),
+            layers_seen=[],
+        )
+        ids = self._token_ids(chunks, starts, total + padding)
+        logits = raw_logits(
+            self.view, context, ids, self._on_device(positions), self._on_device(np.array(logit_rows, np.int64))
+        )
+        layers = self.cache.group.num_layers
+        assert context.layers_seen == list(range(layers)), f"attention ran for layers {context.layers_seen} of {layers}"
+        return logits
+
+    def _on_device(self, array: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+    def _blocks(self, chunk: Chunk) -> NDArray[np.int64]:
+        table = np.asarray(chunk.sequence.table.blocks, np.int64)
+        return table[np.arange(chunk.start, chunk.start + chunk.count) // self.cache.block_size]
+
+    def _token_ids(self, chunks: Seq[Chunk], starts: NDArray[np.int64], total: int) -> Tensor:
+        """Ids [total]: prompts and recomputed tokens from the host, the last sampled ones from the device."""
+        ids = np.zeros(total, np.int64)
+        sampled_rows, slots = [], []
+        for chunk, row in zip(chunks, starts, strict=False):
+            sequence = chunk.sequence
+            if sequence.is_prompt or sequence.recomputing:
+                ids[row : row + chunk.count] = sequence.token_ids[chunk.start : chunk.start + chunk.count]
+            else:
+                sampled_rows.append(int(row))
+                slots.append(sequence.slot)
+        device_ids = self._on_device(ids)
+        if slots:
+            device_ids[torch.tensor(sampled_rows, device=self.device)] = self._last_tokens[
+                torch.tensor(slots, device=self.device)
+            ]
+        return device_ids
+
+    def _plan(self, chunks: Seq[Chunk], starts: NDArray[np.int64]) -> list[AttentionTiles]:
+        """Attention tiles: siblings that decode share one product over their common prompt's whole segments."""
+        siblings: dict[Request, list[tuple[int, Chunk]]] = defaultdict(list)
+        spans: list[QuerySpan] = []
+        for row, chunk in zip(starts, chunks, strict=False):
+            shared = self._shared_segments(chunk)
+            if shared:
+                siblings[chunk.sequence.request].append((int(row), chunk))
+            else:
+                spans.append(self._span(int(row), chunk, 0))
+        for members in siblings.values():
+            shared = self._shared_segments(members[0][1]) if len(members) > 1 else 0
+            spans.extend(self._span(row, chunk, shared) for row, chunk in members)
+            if shared:
+                members.sort(key=lambda member: member[1].start)
+                rows = np.array([row for row, _ in members], np.int64)
+                lengths = np.array([chunk.start + 1 for _, chunk in members], np.int64)
+                prefix = members[0][1].sequence.table.blocks[: shared * SEGMENT_SIZE // self.cache.block_size]
+                spans.append(QuerySpan(rows, lengths, self.cache.units(prefix), 0, shared))
+        return plan_tiles(spans, self.cache.layout, self.device)
+
+    def _shared_segments(self, chunk: Chunk) -> int:
+        """Leading segments that a decoding completion may attend together with its siblings; 0 for a prefill."""
+        sequence, size = chunk.sequence, self.cache.block_size
+        num_prompt = sequence.request.num_prompt_tokens
+        if not self.group_siblings or chunk.count > 1 or chunk.start < num_prompt or SEGMENT_SIZE % size:
+            return 0
+        return num_prompt // size * size // SEGMENT_SIZE
+
+    def _span(self, row: int, chunk: Chunk, first_segment: int) -> QuerySpan:
+        units = self.cache.units(chunk.sequence.table.blocks)[first_segment * SEGMENT_SIZE // self.cache.unit :]
+        lengths = np.arange(chunk.start + 1, chunk.start + chunk.count + 1)
+        return QuerySpan(np.arange(row, row + chunk.count), lengths, units, first_segment)

@@ -1,0 +1,42 @@
+"""What the engine returns."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One completion of one prompt."""
+
+    index: int
+    """Place in its group, 0 .. n - 1."""
+    completion_ids: list[int]
+    """Sampled ids; a completion that ended at an end token contains it. The only truth: text is derived from it."""
+    logprobs: list[float]
+    """Per id, the log-prob it was drawn with (fp32): temperature applied, over the tokens that sampling kept. The
+    completion's exact behaviour policy. Greedy ones are scored at temperature 1."""
+    raw_logprobs: list[float]
+    """Per id, the log-prob at temperature 1 over the whole vocabulary (fp32)."""
+    text: str | None
+    """Completion as text, special tokens left out; None if the engine has no tokenizer."""
+    finish_reason: FinishReason
+    """"stop" (an end token), "length" (max_new_tokens, the model's or the pool's length), "abort" or "error"."""
+    policy_version: int
+    """Weight version that made it: the number of weights_updated() calls before."""
+
+
+@dataclass(frozen=True)
+class RolloutGroup:
+    """All completions of one prompt."""
+
+    prompt_ids: list[int]
+    rollouts: list[Rollout]
+    """In index order; n of them, or one with finish_reason "error"."""
+    key: int
+    """Prompt key its random numbers came from."""
+    seed: int
+    """Seed its random numbers came from."""
+    error: str | None = field(default=None)
+    """What was wrong with the prompt, if on_error="return" let the others run."""
