@@ -10,7 +10,7 @@ BlockCopy = tuple[int, int]
 """(source block, destination block)"""
 
 
-class OutOfBlocks(RuntimeError):
+class OutOfBlocksError(RuntimeError):
     """The pool has no free block; the scheduler checks before it asks, so this is a bug."""
 
 
@@ -35,7 +35,7 @@ class BlockPool:
     def allocate(self) -> int:
         """Take a free block; its reference count becomes 1."""
         if not self._free:
-            raise OutOfBlocks(f"all {self.num_blocks} KV blocks are in use")
+            raise OutOfBlocksError(f"all {self.num_blocks} KV blocks are in use")
         block = self._free.pop()
         self._ref_counts[block] = 1
         return block

@@ -54,7 +54,7 @@ def tiny_config() -> Qwen3Config:
 
 
 def build_tiny(seed: int) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast]:
-    """The tiny model with random fp32 weights drawn from `seed`, and its tokenizer; the global generator is left alone."""
+    """The tiny model with fp32 weights drawn from `seed`, and its tokenizer; torch's global generator is left alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(tiny_config()).float().eval()

@@ -23,7 +23,7 @@ def device_bytes(device: torch.device) -> int:
 
 
 def pool_size(config: RolloutConfig, group: LayerGroup, max_model_len: int, device: torch.device) -> int:
-    """Blocks in the pool: num_blocks, else the smaller of what memory_fraction allows and max_num_seqs sequences need."""
+    """Blocks in the pool: num_blocks, else what memory_fraction allows or max_num_seqs sequences need, if less."""
     if config.num_blocks is not None:
         return config.num_blocks
     per_block = group.bytes_per_token() * config.block_size

@@ -19,7 +19,7 @@ def encode_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, voc
     elif isinstance(prompt, Sequence) and prompt and all(isinstance(part, Mapping) for part in prompt):
         ids = _encode_messages(prompt, _need_tokenizer(tokenizer))  # type: ignore[arg-type]
     elif isinstance(prompt, Iterable) and all(_is_id(part) for part in prompt):
-        ids = [int(part) for part in prompt]  # type: ignore[call-overload]
+        ids = [int(part) for part in prompt]  # type: ignore[arg-type]
     else:
         raise RolloutError(f"{_short(prompt)} is neither a string, a list of token ids nor a list of chat messages")
     if not ids:

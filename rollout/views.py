@@ -89,7 +89,8 @@ def _cached_attention(
     window: int | None,
 ) -> Tensor:
     cache, layer, rows = context.cache, module.layer_idx, context.write_rows
-    assert cache is not None and rows is not None and isinstance(layer, int)
+    assert cache is not None and rows is not None
+    assert isinstance(layer, int)
     if context.layers_seen is not None:
         context.layers_seen.append(layer)
     new_keys, new_values = (x[0].transpose(0, 1).reshape(-1, x.shape[-1]) for x in (key, value))
@@ -156,8 +157,8 @@ def check_shared(module: PreTrainedModel, view: PreTrainedModel) -> None:
     for name, tensor in ours.items():
         if name not in theirs or theirs[name].data_ptr() != tensor.data_ptr() or theirs[name].shape != tensor.shape:
             raise RolloutError(
-                f"parameter {name} is no longer the tensor that the engine reads (replaced by .to(), .data = or a resize):"
-                " update weights in place, or make a new engine"
+                f"{name} is no longer the tensor that the engine reads (replaced by .to(), .data = or a resize): update"
+                " weights in place, or make a new engine"
             )
 
 

@@ -22,7 +22,8 @@ class _SiLU(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         z = x.float()
         sigmoid = z.neg().exp_().add_(1.0).reciprocal_()
-        return (grads[0].float() * sigmoid * (1.0 + z * (1.0 - sigmoid))).to(x.dtype)
+        grad: Tensor = (grads[0].float() * sigmoid * (1.0 + z * (1.0 - sigmoid))).to(x.dtype)
+        return grad
 
 
 def silu(x: Tensor) -> Tensor:
