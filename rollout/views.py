@@ -89,7 +89,8 @@ def _cached_attention(
     window: int | None,
 ) -> Tensor:
     cache, layer, rows = context.cache, module.layer_idx, context.write_rows
-    assert cache is not None and rows is not None
+    assert cache is not None
+    assert rows is not None
     assert isinstance(layer, int)
     if context.layers_seen is not None:
         context.layers_seen.append(layer)
