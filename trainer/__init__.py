@@ -1,0 +1,1 @@
+"""The trainer: tasks, rewards, losses and the loop around a rollout engine."""

@@ -1,0 +1,212 @@
+"""The typed configuration. conf/ holds the values and says what each means; here is what a value may be.
+
+A field's metadata gives its range, and whether a change of it alters the trajectory of a run that is resumed.
+"""
+
+import math
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, TypeVar
+
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rollout import RolloutConfig, RolloutError
+
+T = TypeVar("T")
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be run; the message begins with the key."""
+
+
+def _setting(
+    default: T,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    choices: tuple[str, ...] | None = None,
+    trajectory: bool = True,
+) -> T:
+    limits = {"at_least": at_least, "above": above, "at_most": at_most, "choices": choices, "trajectory": trajectory}
+    # OmegaConf wants a default for every field; a factory keeps lists apart
+    made: T = field(default_factory=lambda: default, metadata=limits)
+    return made
+
+
+@dataclass
+class ModelConfig:
+    kind: str = _setting("tiny", choices=("tiny", "hf"))
+    path: str | None = _setting(None)
+    gradient_checkpointing: bool = _setting(False)
+    warm_start_steps: int = _setting(0, at_least=0)
+    warm_start_batch_size: int = _setting(64, at_least=1)
+    warm_start_lr: float = _setting(1e-3, above=0)
+
+
+@dataclass
+class TaskConfig:
+    kind: str = _setting("arithmetic", choices=("arithmetic", "jsonl"))
+    path: str | None = _setting(None)
+    eval_path: str | None = _setting(None)
+    eval_rows: int = _setting(256, at_least=0)
+    finished_fraction: float = _setting(0.35, at_least=0, at_most=1)
+
+
+@dataclass
+class RewardConfig:
+    kind: str = _setting("task", choices=("task", "exact_match", "numeric", "custom"))
+    path: str | None = _setting(None)
+    shuffle: bool = _setting(False)
+
+
+@dataclass
+class AlgorithmConfig:
+    prompts_per_step: int = _setting(32, at_least=1)
+    group_size: int = _setting(8, at_least=2)
+    clip_low: float = _setting(0.2, above=0, at_most=1)
+    clip_high: float = _setting(0.2, above=0)
+    scale_rewards: str = _setting("group", choices=("group", "none"))
+    kl_coef: float = _setting(0.0, at_least=0)
+    micro_batch_tokens: int = _setting(16384, at_least=1)
+
+
+@dataclass
+class SamplingConfig:
+    temperature: float = _setting(1.0, at_least=0)
+    top_k: int = _setting(0, at_least=0)
+    top_p: float = _setting(1.0, above=0, at_most=1)
+    min_p: float = _setting(0.0, at_least=0, at_most=1)
+    max_new_tokens: int = _setting(64, at_least=1)
+    stop_token_ids: list[int] = field(default_factory=list)
+    ignore_eos: bool = _setting(False)
+
+
+@dataclass
+class OptimConfig:
+    lr: float = _setting(1e-6, at_least=0)
+    beta1: float = _setting(0.9, at_least=0, at_most=1)
+    beta2: float = _setting(0.95, at_least=0, at_most=1)
+    eps: float = _setting(1e-8, above=0)
+    weight_decay: float = _setting(0.0, at_least=0)
+    max_grad_norm: float = _setting(1.0, above=0)
+    warmup_steps: int = _setting(0, at_least=0)
+    schedule: str = _setting("constant", choices=("constant", "linear", "cosine"))
+
+
+@dataclass
+class EvalConfig:
+    every: int = _setting(0, at_least=0, trajectory=False)
+    max_new_tokens: int | None = _setting(None, at_least=1, trajectory=False)
+
+
+@dataclass
+class CheckpointConfig:
+    every: int = _setting(0, at_least=0, trajectory=False)
+    keep: int = _setting(2, at_least=1, trajectory=False)
+
+
+@dataclass
+class TrackingConfig:
+    kind: str = _setting("none", choices=("none", "wandb"), trajectory=False)
+    mode: str = _setting("offline", choices=("offline", "online", "disabled"), trajectory=False)
+    project: str = _setting("cowroll", trajectory=False)
+    completions: int = _setting(4, at_least=0, trajectory=False)
+
+
+@dataclass
+class TrainerConfig:
+    name: str = _setting(MISSING, trajectory=False)
+    run_dir: str = _setting(MISSING, trajectory=False)
+    seed: int = _setting(0, at_least=0, at_most=2**32 - 1)
+    steps: int = _setting(100, at_least=1, trajectory=False)
+    resume: str | None = _setting(None, trajectory=False)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    task: TaskConfig = field(default_factory=TaskConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+
+
+# a rollout is a function of its own inputs, so the engine's sizes change its speed and nothing else
+_ROLLOUT_SIZES = {"block_size", "num_blocks", "memory_fraction", "max_num_seqs", "max_num_batched_tokens"}
+
+
+def parse_config(raw: DictConfig | dict[str, Any]) -> TrainerConfig:
+    """Check a composed configuration: unknown keys, types, ranges. Raises ConfigError naming the key."""
+    try:
+        schema = OmegaConf.structured(TrainerConfig)
+        # OmegaConf takes a frozen dataclass for one that may not be filled in
+        OmegaConf.set_readonly(schema.rollout, False)
+        merged = OmegaConf.merge(schema, raw)
+        missing = OmegaConf.missing_keys(merged)
+        if missing:
+            raise ConfigError(f"{sorted(missing)[0]}: has no value; give one")
+        config = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        key = error.full_key or error.key
+        raise ConfigError(f"{key}: {str(error.msg or error).splitlines()[0]}") from error
+    except RolloutError as error:
+        raise ConfigError(f"rollout.{error}") from error
+    assert isinstance(config, TrainerConfig)
+    _check_ranges(config, "")
+    _check_combinations(config)
+    return config
+
+
+def _check_ranges(node: Any, prefix: str) -> None:
+    for spec in fields(node):
+        value, key, limits = getattr(node, spec.name), f"{prefix}{spec.name}", spec.metadata
+        if is_dataclass(value):
+            _check_ranges(value, f"{key}.")
+        elif value is None or not limits:
+            continue
+        elif limits["choices"] is not None and value not in limits["choices"]:
+            raise ConfigError(f"{key}={value!r}: use one of {', '.join(limits['choices'])}")
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{key}={value!r}: must be finite")
+        elif limits["at_least"] is not None and value < limits["at_least"]:
+            raise ConfigError(f"{key}={value!r}: must be at least {limits['at_least']}")
+        elif limits["above"] is not None and value <= limits["above"]:
+            raise ConfigError(f"{key}={value!r}: must be more than {limits['above']}")
+        elif limits["at_most"] is not None and value > limits["at_most"]:
+            raise ConfigError(f"{key}={value!r}: must be at most {limits['at_most']}")
+
+
+def _check_combinations(config: TrainerConfig) -> None:
+    if config.model.kind == "hf" and not config.model.path:
+        raise ConfigError("model.path: model=hf needs a directory, as in model.path=DIR")
+    if config.task.kind == "jsonl" and not config.task.path:
+        raise ConfigError("task.path: task=jsonl needs a file, as in task.path=FILE")
+    if config.reward.kind == "custom" and not config.reward.path:
+        raise ConfigError("reward.path: reward=custom needs package.module:function or FILE.py:function")
+    if config.sampling.temperature == 0.0:
+        raise ConfigError("sampling.temperature=0.0: greedy rollouts of a group are all equal and teach nothing")
+    if config.model.kind == "hf" and config.model.warm_start_steps:
+        raise ConfigError("model.warm_start_steps: only model=tiny is warm-started")
+    if config.optim.beta1 == 1.0 or config.optim.beta2 == 1.0:
+        raise ConfigError("optim.beta1, optim.beta2: must be less than 1")
+
+
+def trajectory_keys(config: TrainerConfig) -> dict[str, Any]:
+    """Every key that decides what a run computes, flat; a resumed run must have the same values."""
+    flat = dict(_flatten(config, ""))
+    if config.optim.schedule != "constant":
+        flat["steps"] = config.steps  # the learning rate of every step depends on where the run ends
+    return flat
+
+
+def _flatten(node: Any, prefix: str) -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for spec in fields(node):
+        value, key = getattr(node, spec.name), f"{prefix}{spec.name}"
+        if is_dataclass(value):
+            found += _flatten(value, f"{key}.")
+        elif spec.metadata.get("trajectory", True) and not (prefix == "rollout." and spec.name in _ROLLOUT_SIZES):
+            found.append((key, value))
+    return found

@@ -1,0 +1,159 @@
+"""The training loop: sample, score, compare, update, swap."""
+
+import logging
+
+import torch
+from torch import Tensor
+
+from rollout import RolloutGroup, use_engine
+from trainer.advantages import group_advantages
+from trainer.batch import TrainingBatch, micro_batches
+from trainer.checkpoint import TrainerState, save_checkpoint
+from trainer.config import trajectory_keys
+from trainer.evaluation import evaluate
+from trainer.losses import PolicyLoss, policy_loss
+from trainer.metrics import UpdateMetrics, completion_metrics, engine_metrics, memory_metrics
+from trainer.optimizer import learning_rate
+from trainer.policy import TokenScores, score_tokens
+from trainer.rewards import score, shuffled
+from trainer.rows import Row
+from trainer.run import Run
+from trainer.summary import write_summary
+from trainer.tracking import Metrics, Progress
+
+logger = logging.getLogger(__name__)
+
+
+def train(run: Run) -> None:
+    """Run the steps that are left, and write the summary."""
+    config, engine, timer = run.config, run.engine, run.timer
+    progress = Progress(run.start_step, config.steps)
+    with use_engine(engine):
+        if run.start_step == 0:
+            _record_first(run)
+        for step in range(run.start_step, config.steps):
+            timer.step = {}
+            with timer.phase("step"):
+                rows, groups = _rollouts(run, step)
+                with timer.phase("reward"):
+                    rewards = score(run.reward, rows, groups)
+                    if config.reward.shuffle:
+                        rewards = shuffled(rewards, config.seed, step)
+                    reward_table = torch.tensor(rewards).view(len(groups), config.algorithm.group_size)
+                    advantages = group_advantages(reward_table, config.algorithm.scale_rewards)
+                with timer.phase("update"):
+                    metrics = _update(run, groups, advantages, step)
+                    engine.weights_updated()
+            metrics |= completion_metrics(groups, reward_table) | engine_metrics(engine)
+            _record(run, metrics, step + 1, progress, rows, groups, rewards)
+            if _due(config.checkpoint.every, step + 1, config.steps):
+                with timer.phase("checkpoint"):
+                    state = TrainerState(step + 1, trajectory_keys(config), torch.get_num_threads())
+                    save_checkpoint(
+                        run.run_dir, state, engine.module, run.tokenizer, run.optimizer, config.checkpoint.keep
+                    )
+    write_summary(run)
+
+
+def _due(every: int, step: int, last: int) -> bool:
+    """Every so many steps, and at the end; 0 means never."""
+    return bool(every) and (step % every == 0 or step == last)
+
+
+def _rollouts(run: Run, step: int) -> tuple[list[Row], list[RolloutGroup]]:
+    """The step's rows and their groups; a row whose prompt the engine cannot take is skipped and counted."""
+    algorithm = run.config.algorithm
+    first = step * algorithm.prompts_per_step
+    rows = run.stream.take(first, algorithm.prompts_per_step)
+    keys = [place % 2**32 for place in range(first, first + len(rows))]
+    with run.timer.phase("rollout"):
+        groups = run.engine.generate_rollouts(
+            [row.prompt for row in rows], algorithm.group_size, run.sampling, step=step, keys=keys, on_error="return"
+        )
+    for place, group in zip(keys, groups, strict=True):
+        if group.error is not None:
+            logger.warning("row at place %d of the data stream skipped: %s", place, group.error)
+    good = [(row, group) for row, group in zip(rows, groups, strict=True) if group.error is None]
+    return [row for row, _ in good], [group for _, group in good]
+
+
+def _update(run: Run, groups: list[RolloutGroup], advantages: Tensor, step: int) -> Metrics:
+    """Accumulate the loss of all micro-batches, then one optimizer step, in place."""
+    config, engine = run.config, run.engine
+    batches = micro_batches(
+        groups,
+        advantages,
+        engine.layer_group,
+        engine.device,
+        max_tokens=config.algorithm.micro_batch_tokens,
+        exact=engine.exact,
+    )
+    num_tokens = sum(batch.num_tokens for batch in batches)
+    metrics = UpdateMetrics(num_tokens)
+    for batch in batches:
+        scores = score_tokens(run.policy, batch.pack, run.sampling)
+        loss = _loss(run, batch, scores, num_tokens)
+        loss.loss.backward()  # type: ignore[no-untyped-call]
+        metrics.add(batch, scores, loss)
+    lr = learning_rate(config.optim, step, config.steps)
+    grad_norm = run.optimizer.step(lr)
+    return metrics.result() | {"grad_norm": grad_norm, "learning_rate": lr}
+
+
+def _loss(run: Run, batch: TrainingBatch, scores: TokenScores, num_tokens: int) -> PolicyLoss:
+    algorithm = run.config.algorithm
+    ref_logprobs = None
+    if run.reference is not None:
+        with torch.no_grad():
+            ref_logprobs = score_tokens(run.reference, batch.pack, run.sampling).logprobs
+    return policy_loss(
+        scores.logprobs,
+        # where the generator's log-probs are not the trainer's in every bit, the trainer's own take their place
+        batch.rollout_logprobs if run.engine.exact else scores.logprobs.detach(),
+        batch.advantages,
+        batch.loss_mask,
+        num_tokens,
+        clip_low=algorithm.clip_low,
+        clip_high=algorithm.clip_high,
+        ref_logprobs=ref_logprobs,
+        kl_coef=algorithm.kl_coef,
+    )
+
+
+def _evaluate(run: Run, step: int) -> Metrics:
+    limit = run.config.eval.max_new_tokens or run.sampling.max_new_tokens
+    with run.timer.phase("eval"):
+        return evaluate(run.engine, run.task.eval_rows, run.reward, run.sampling, limit, step)
+
+
+def _record_first(run: Run) -> None:
+    """The line of step 0: how the model does before training."""
+    if run.task.eval_rows and run.config.eval.every:
+        metrics = _evaluate(run, 0)
+        logger.info("before training: eval pass@1 %.3f", metrics["eval/pass@1"])
+        run.metrics_file.append({"step": 0} | metrics)
+        run.tracker.log(metrics, 0)
+
+
+def _record(
+    run: Run,
+    metrics: Metrics,
+    step: int,
+    progress: Progress,
+    rows: list[Row],
+    groups: list[RolloutGroup],
+    rewards: list[list[float]],
+) -> None:
+    """Evaluate if it is time, then one line each in metrics.jsonl, on the console and on the dashboard."""
+    config = run.config
+    if run.task.eval_rows and _due(config.eval.every, step, config.steps):
+        metrics |= _evaluate(run, step)
+    metrics |= {f"timing_s/{phase}": seconds for phase, seconds in run.timer.step.items()} | memory_metrics(run.engine)
+    run.metrics_file.append({"step": step} | metrics)
+    run.tracker.log(metrics, step)
+    samples = [
+        {"step": step, "prompt": str(row.prompt), "completion": group.rollouts[0].text, "reward": values[0]}
+        for row, group, values in zip(rows, groups, rewards, strict=True)
+    ]
+    run.tracker.log_completions(samples[: config.tracking.completions], step)
+    logger.info(progress.line(metrics, step))

@@ -1,0 +1,103 @@
+"""Numbers per step, by the names that TRL's dashboards use where it has one."""
+
+import resource
+import sys
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rollout import RolloutEngine, RolloutGroup
+from trainer.batch import TrainingBatch
+from trainer.losses import PolicyLoss
+from trainer.policy import TokenScores
+from trainer.tracking import Metrics
+
+
+@dataclass
+class UpdateMetrics:
+    """Sums over a step's micro-batches, so that a mean is one of all tokens however they were split."""
+
+    num_tokens: int
+    sums: Metrics = field(default_factory=dict)
+    lowest_ratio: float = float("inf")
+    highest_ratio: float = float("-inf")
+    gap_max: float = 0.0
+
+    def add(self, batch: TrainingBatch, scores: TokenScores, loss: PolicyLoss) -> None:
+        mask = batch.loss_mask
+        gap = (scores.logprobs.detach() - batch.rollout_logprobs).abs()[mask]
+        ratio = loss.ratio[mask]
+        self._sum("loss", loss.loss.detach() * self.num_tokens)
+        self._sum("entropy", scores.entropy[mask])
+        self._sum("sampling/sampling_logp_difference/mean", gap)
+        self._sum("sampling/importance_sampling_ratio/mean", ratio)
+        self._sum("clip_ratio/low_mean", loss.clipped_low[mask])
+        self._sum("clip_ratio/high_mean", loss.clipped_high[mask])
+        self._sum("clip_ratio/region_mean", (loss.clipped_low | loss.clipped_high)[mask])
+        if loss.kl is not None:
+            self._sum("kl", loss.kl[mask])
+        if len(gap):
+            self.gap_max = max(self.gap_max, float(gap.max()))
+            self.lowest_ratio = min(self.lowest_ratio, float(ratio.min()))
+            self.highest_ratio = max(self.highest_ratio, float(ratio.max()))
+
+    def _sum(self, name: str, values: Tensor) -> None:
+        self.sums[name] = self.sums.get(name, 0.0) + float(values.double().sum())
+
+    def result(self) -> Metrics:
+        metrics = {name: total / max(self.num_tokens, 1) for name, total in self.sums.items()}
+        metrics["logprob_gap_max"] = metrics["sampling/sampling_logp_difference/max"] = self.gap_max
+        if self.num_tokens:
+            metrics["sampling/importance_sampling_ratio/min"] = self.lowest_ratio
+            metrics["sampling/importance_sampling_ratio/max"] = self.highest_ratio
+        return metrics
+
+
+def completion_metrics(groups: list[RolloutGroup], rewards: Tensor) -> Metrics:
+    """Rewards [groups, n] and lengths of a step's completions; empty if no prompt could be taken."""
+    if not groups:
+        return {}
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    lengths = torch.tensor([len(rollout.completion_ids) for rollout in rollouts], dtype=torch.float64)
+    ended = torch.tensor([rollout.finish_reason == "stop" for rollout in rollouts])
+    metrics = {
+        "reward": float(rewards.double().mean()),
+        "reward_std": float(rewards.double().std(-1).mean()),
+        "frac_reward_zero_std": float((rewards == rewards[:, :1]).all(-1).double().mean()),
+        "num_prompts": float(len(groups)),
+        "num_tokens": float(lengths.sum()) + sum(len(group.prompt_ids) for group in groups),
+        "completions/mean_length": float(lengths.mean()),
+        "completions/min_length": float(lengths.min()),
+        "completions/max_length": float(lengths.max()),
+        "completions/clipped_ratio": float((~ended).double().mean()),
+    }
+    if ended.any():
+        metrics["completions/mean_terminated_length"] = float(lengths[ended].mean())
+    return metrics
+
+
+def engine_metrics(engine: RolloutEngine) -> Metrics:
+    """The engine's gauges: peaks of the last call, and counters since it started."""
+    stats = engine.stats()
+    return {
+        "rollout/kv_cache_usage": stats.kv_cache_usage,
+        "rollout/blocks_shared": float(stats.peak_blocks_shared),
+        "rollout/preemptions": float(stats.preemptions),
+        "rollout/recomputed_tokens": float(stats.recomputed_tokens),
+        "rollout/forks": float(stats.forks),
+        "rollout/cow_copies": float(stats.cow_copies),
+        "rollout/prefix_tokens_saved": float(stats.prefix_tokens_saved),
+        "rollout/tokens_per_second": stats.last_tokens_per_second,
+        "rollout/policy_version": float(stats.policy_version),
+    }
+
+
+def memory_metrics(engine: RolloutEngine) -> Metrics:
+    """Peak bytes of the process (on CUDA: of the device's allocator), and the KV pool's."""
+    if engine.device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(engine.device)
+    else:
+        # Linux counts kilobytes, macOS bytes
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return {"memory/peak_bytes": float(peak), "memory/kv_pool_bytes": float(engine.stats().pool_bytes)}

@@ -1,0 +1,101 @@
+"""Rows of a task, and the order in which training sees them."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rollout_kernels.philox import uniform53
+
+from trainer.config import ConfigError
+
+DATA_PURPOSE, SHUFFLE_PURPOSE, SPLIT_PURPOSE, WARM_START_PURPOSE = 16, 17, 18, 19
+"""Keys of the counter-based generator, apart from those that rollouts draw from."""
+
+_RESERVED = {"prompts", "completions", "completion_ids"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One problem: a prompt (text or chat messages), its answer, and whatever else a reward may want."""
+
+    prompt: str | list[dict[str, Any]]
+    answer: Any
+    columns: dict[str, Any] = field(default_factory=dict)
+
+
+def uniforms(n: int, seed: int, purpose: int, epoch: int = 0) -> NDArray[np.float64]:
+    """n numbers in [0, 1), a function of the arguments alone: nothing to save, nothing to restore."""
+    zero = np.zeros(n, np.uint64)
+    counter = (np.arange(n, dtype=np.uint64), zero + np.uint64(epoch), zero, zero)
+    return uniform53(counter, (zero + np.uint64(seed), zero + np.uint64(purpose)))
+
+
+def permutation(n: int, seed: int, purpose: int, epoch: int = 0) -> NDArray[np.int64]:
+    """A random order of 0 .. n - 1."""
+    return np.argsort(uniforms(n, seed, purpose, epoch), kind="stable")
+
+
+class RowStream:
+    """An endless stream over the rows, reshuffled every epoch; a batch may span two epochs, none is dropped."""
+
+    def __init__(self, rows: Sequence[Row], seed: int) -> None:
+        self.rows = rows
+        self.seed = seed
+        self._epoch = -1
+        self._order: NDArray[np.int64] = np.zeros(0, np.int64)
+
+    def take(self, start: int, count: int) -> list[Row]:
+        """Rows at places start .. start + count - 1 of the stream."""
+        return [self._at(place) for place in range(start, start + count)]
+
+    def _at(self, place: int) -> Row:
+        epoch, offset = divmod(place, len(self.rows))
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, permutation(len(self.rows), self.seed, DATA_PURPOSE, epoch)
+        return self.rows[int(self._order[offset])]
+
+
+def read_jsonl(path: str | Path, key: str) -> list[Row]:
+    """Rows of a JSONL file with `prompt` and `answer`; other fields are columns. ConfigError names file and line."""
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise ConfigError(f"{key}: file {str(path)!r} does not exist")
+    rows = []
+    # utf-8-sig: a byte order mark is not part of the first key
+    with file.open("rb") as lines:
+        for number, raw in enumerate(lines, start=1):
+            where = f"{key}: {path}:{number}"
+            try:
+                line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
+                if not line.strip():
+                    continue
+                value = json.loads(line)
+            except UnicodeDecodeError as error:
+                raise ConfigError(f"{where}: not UTF-8 ({error.reason} at byte {error.start})") from error
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"{where}: not JSON ({error.msg} at column {error.colno})") from error
+            rows.append(_row(value, where))
+    if not rows:
+        raise ConfigError(f"{key}: {path} has no rows")
+    return rows
+
+
+def _row(value: Any, where: str) -> Row:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where}: a row is an object with prompt and answer, not {type(value).__name__}")
+    for name in ("prompt", "answer"):
+        if value.get(name) is None:
+            raise ConfigError(f"{where}: the row has no {name!r}")
+    prompt = value["prompt"]
+    messages = isinstance(prompt, list) and prompt and all(isinstance(m, dict) and "content" in m for m in prompt)
+    if not (isinstance(prompt, str) or messages):
+        raise ConfigError(f"{where}: prompt is neither text nor a list of messages with role and content")
+    columns = {name: given for name, given in value.items() if name not in ("prompt", "answer")}
+    clash = sorted(_RESERVED & columns.keys())
+    if clash:
+        raise ConfigError(f"{where}: field {clash[0]!r} is what rewards are called with; rename it")
+    return Row(prompt, value["answer"], columns)

@@ -1,0 +1,163 @@
+"""A run: everything the loop needs, made and checked before the first step."""
+
+import dataclasses
+import json
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from rollout import RolloutEngine, SamplingParams
+from rollout.loading import load_model, load_tokenizer, resolve_device
+from rollout.prompts import encode_prompt
+from trainer import checkpoint
+from trainer.config import ConfigError, TrainerConfig, trajectory_keys
+from trainer.optimizer import MasterAdamW
+from trainer.rewards import make_reward
+from trainer.rows import RowStream
+from trainer.tasks import RewardFunction, Task, make_task
+from trainer.tracking import MetricsFile, SafeTracker, make_tracker
+from trainer.warm_start import warm_started_tiny
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class PhaseTimer:
+    """Seconds per phase, of the current step and of the whole run."""
+
+    step: dict[str, float] = field(default_factory=dict)
+    total: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - began
+            for seconds in (self.step, self.total):
+                seconds[name] = seconds.get(name, 0.0) + spent
+
+
+@dataclass
+class Run:
+    """What train() works on."""
+
+    config: TrainerConfig
+    run_dir: Path
+    task: Task
+    reward: RewardFunction
+    stream: RowStream
+    sampling: SamplingParams
+    engine: RolloutEngine
+    tokenizer: PreTrainedTokenizerBase
+    policy: PreTrainedModel
+    """Training view of engine.module."""
+    reference: PreTrainedModel | None
+    """Training view of the initial weights, a second copy; only with a KL term."""
+    optimizer: MasterAdamW
+    start_step: int
+    metrics_file: MetricsFile
+    tracker: SafeTracker
+    timer: PhaseTimer
+
+    def close(self) -> None:
+        self.optimizer.close()
+        self.engine.close()
+        self.tracker.finish()
+
+
+def prepare(config: TrainerConfig) -> Run:
+    """Check, load, resume. Raises ConfigError or RolloutError for what the user can mend."""
+    run_dir = Path(config.run_dir).expanduser().absolute()
+    found = checkpoint.find_checkpoint(config.resume, run_dir)
+    if found is None and (run_dir / "metrics.jsonl").exists():
+        raise ConfigError(f"run_dir: {run_dir} holds a run already; go on with resume=auto, or give another name=")
+    trajectory = trajectory_keys(config)
+    state = checkpoint.read_state(found, trajectory) if found is not None else None
+    if state is not None and state.num_threads != torch.get_num_threads():
+        logger.warning("the run began with %d threads and goes on with %d", state.num_threads, torch.get_num_threads())
+    task = make_task(config.task, config.seed)
+    reward = make_reward(config.reward, task)
+    timer = PhaseTimer()
+
+    with timer.phase("load"):
+        directory = _model_directory(config, task, timer)
+        tokenizer = load_tokenizer(directory)
+        _check_prompts(task, tokenizer)
+        device = resolve_device(config.rollout.device)
+        module = load_model(directory, config.rollout.dtype, device)
+        _clean_generation_config(module)
+        reference = load_model(directory, config.rollout.dtype, device) if config.algorithm.kl_coef else None
+        engine = RolloutEngine(module, tokenizer, config.rollout)
+    optimizer = MasterAdamW(module.named_parameters(), config.optim)
+    if found is not None and state is not None:
+        checkpoint.load_checkpoint(found, module, optimizer)
+        engine.policy_version = state.step
+        logger.info("resumed from %s", found)
+    start = state.step if state is not None else 0
+
+    run_dir.mkdir(parents=True, exist_ok=True)
+    values = dataclasses.asdict(config)
+    OmegaConf.save(OmegaConf.create(values), run_dir / "config.yaml")
+    return Run(
+        config=config,
+        run_dir=run_dir,
+        task=task,
+        reward=reward,
+        stream=RowStream(task.train_rows, config.seed),
+        sampling=_sampling(config),
+        engine=engine,
+        tokenizer=tokenizer,
+        policy=engine.training_view(gradient_checkpointing=config.model.gradient_checkpointing),
+        reference=None if reference is None else _frozen_view(engine, reference),
+        optimizer=optimizer,
+        start_step=start,
+        metrics_file=MetricsFile(run_dir / "metrics.jsonl", start),
+        tracker=make_tracker(config.tracking, run_dir, config.name, json.loads(json.dumps(values))),
+        timer=timer,
+    )
+
+
+def _model_directory(config: TrainerConfig, task: Task, timer: PhaseTimer) -> Path:
+    if config.model.kind == "hf":
+        assert config.model.path is not None
+        return Path(config.model.path).expanduser()
+    with timer.phase("warm_start"):
+        return warm_started_tiny(config.model, config.task, task, config.seed)
+
+
+def _sampling(config: TrainerConfig) -> SamplingParams:
+    values: dict[str, Any] = dataclasses.asdict(config.sampling)
+    return SamplingParams(seed=config.seed, **values)
+
+
+def _frozen_view(engine: RolloutEngine, reference: PreTrainedModel) -> PreTrainedModel:
+    from rollout.views import training_view
+
+    return training_view(reference.requires_grad_(False), exact=engine.exact, gradient_checkpointing=False)
+
+
+def _clean_generation_config(module: PreTrainedModel) -> None:
+    """Keep the special ids only: contradictory sampling defaults of a model would make every save fail."""
+    old = module.generation_config
+    ids = {name: getattr(old, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    module.generation_config = GenerationConfig(**{name: value for name, value in ids.items() if value is not None})
+
+
+def _check_prompts(task: Task, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Render every prompt once, so that a bad row is named before training starts."""
+    for kind, rows in (("train", task.train_rows), ("eval", task.eval_rows)):
+        for i, row in enumerate(rows):
+            try:
+                encode_prompt(row.prompt, tokenizer, len(tokenizer))
+            except (ValueError, TypeError) as error:
+                raise ConfigError(f"task: {kind} row {i}: {error}") from error
