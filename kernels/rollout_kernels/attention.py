@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout_kernels.tiles import SEGMENT_SIZE
+from rollout_kernels.tiles import ROW_MULTIPLE, SEGMENT_SIZE, round_up
 
 _STATE_COLUMNS = 2  # after the D columns of the weighted sum: the sum of weights, then the maximum
 
@@ -32,6 +32,7 @@ class AttentionTiles:
     first_positions, end_positions: [W] int64, the absolute positions where each tile's own segments begin and end
         (multiples of SEGMENT_SIZE); what lies between the end and S segments is padding.
     places, rows: [n] int64, the places in the flattened [W * M] that hold real rows, and which rows they are.
+    reach: how many positions from first_positions on some row of some tile sees.
     continues: whether earlier tiles have begun these rows (their earlier segments).
     """
 
@@ -42,12 +43,13 @@ class AttentionTiles:
     end_positions: Tensor
     places: Tensor
     rows: Tensor
+    reach: int
     continues: bool = False
-    _bias: dict[int, Tensor] = field(default_factory=dict, repr=False)
+    _bias: dict[tuple[int, int], Tensor] = field(default_factory=dict, repr=False)
 
     def bias(self, num_positions: int, window: int | None) -> Tensor:
         """fp32 [W, 1, M, 1, num_positions]: 0 where the row sees the position, -inf elsewhere. Kept for all layers."""
-        key = window or 0
+        key = (num_positions, window or 0)
         if key not in self._bias:
             offsets = torch.arange(num_positions, device=self.lengths.device)
             positions = (self.first_positions[:, None] + offsets)[:, None]
@@ -78,14 +80,14 @@ def _untile(x: Tensor, tiles: AttentionTiles) -> Tensor:
     return by_row.reshape(num_tiles * tile_rows, kv_heads * groups, -1).index_select(0, tiles.places)
 
 
-def _tile_kv(kv: Tensor, tiles: AttentionTiles) -> Tensor:
-    """kv [N / U, U, D] -> [W * K, S * SEGMENT_SIZE, D]."""
-    num_tiles, kv_heads, units = tiles.kv_units.shape
-    return kv.index_select(0, tiles.kv_units.reshape(-1)).view(num_tiles * kv_heads, units * kv.shape[1], -1)
+def _tile_kv(kv: Tensor, units: Tensor) -> Tensor:
+    """kv [N / U, U, D], units [W, K, P / U] -> [W * K, P, D]."""
+    num_tiles, kv_heads, count = units.shape
+    return kv.index_select(0, units.reshape(-1)).view(num_tiles * kv_heads, count * kv.shape[1], -1)
 
 
 def _scores(q: Tensor, k: Tensor, tiles: AttentionTiles, scale: float, window: int | None) -> Tensor:
-    """Masked fp32 scores of tiled q [W * K, M * G, D] against tiled k: [W * K, M * G, S * SEGMENT_SIZE]."""
+    """Masked fp32 scores of tiled q [W * K, M * G, D] against tiled k [W * K, P, D]: [W * K, M * G, P]."""
     num_tiles, tile_rows = tiles.query_rows.shape
     scores = torch.bmm(q, k.transpose(1, 2)).float().mul_(scale)
     shape = (num_tiles, q.shape[0] // num_tiles, tile_rows, q.shape[1] // tile_rows, k.shape[1])
@@ -134,7 +136,12 @@ def attend(
     state[..., -1] = -torch.inf
     for tile in tiles:
         partials = _partials(
-            _tile_queries(q, tile, tile.kv_units.shape[1]), _tile_kv(k, tile), _tile_kv(v, tile), tile, scale, window
+            _tile_queries(q, tile, tile.kv_units.shape[1]),
+            _tile_kv(k, tile.kv_units),
+            _tile_kv(v, tile.kv_units),
+            tile,
+            scale,
+            window,
         )
         merged = partials[:, 0]
         if tile.continues:
@@ -178,7 +185,9 @@ class _TrainingAttention(torch.autograd.Function):
         grad_k, grad_v = (torch.zeros_like(x[:, 0], dtype=torch.float32) for x in (flat_k, flat_v))
         for tile in ctx.tiles:
             kv_heads = tile.kv_units.shape[1]
-            tile_q, tile_k, tile_v = _tile_queries(q, tile, kv_heads), _tile_kv(flat_k, tile), _tile_kv(flat_v, tile)
+            # nothing here has to agree with the generator's bits, so positions that no row sees are left out
+            units = tile.kv_units[..., : round_up(tile.reach, ROW_MULTIPLE)]
+            tile_q, tile_k, tile_v = _tile_queries(q, tile, kv_heads), _tile_kv(flat_k, units), _tile_kv(flat_v, units)
             tile_grad = _tile_queries(grad_out, tile, kv_heads)
             row_stats = _tile_queries(torch.stack((lse, delta), -1), tile, kv_heads)
             # padding rows see nothing: every score is -inf, so every weight is 0 against a finite log-sum-exp
@@ -187,12 +196,11 @@ class _TrainingAttention(torch.autograd.Function):
             grad_weights = torch.bmm(tile_grad, tile_v.transpose(1, 2)).float()
             grad_scores = (weights * (grad_weights - row_stats[..., 1:]) * ctx.scale).to(q.dtype)
             grad_q.index_add_(0, tile.rows, _untile(torch.bmm(grad_scores, tile_k).float(), tile))
-            units = tile.kv_units.reshape(-1)
             for total, part in (
                 (grad_k, torch.bmm(grad_scores.transpose(1, 2), tile_q)),
                 (grad_v, torch.bmm(weights.to(q.dtype).transpose(1, 2), tile_grad)),
             ):
-                total.index_add_(0, units, part.reshape(units.shape[0], -1).float())
+                total.index_add_(0, units.reshape(-1), part.reshape(units.numel(), -1).float())
         return grad_q.to(q.dtype), grad_k.view_as(k).to(k.dtype), grad_v.view_as(v).to(v.dtype), None, None, None
 
 

@@ -105,5 +105,10 @@ def _batch(
         end_positions=on_device((first + count) * SEGMENT_SIZE),
         places=on_device(places),
         rows=on_device(query_rows.reshape(-1)[places]),
+        reach=max(
+            min(int(span.lengths[-1]), (span.first_segment + (span.num_segments or 0)) * SEGMENT_SIZE)
+            - span.first_segment * SEGMENT_SIZE
+            for span in members
+        ),
         continues=continues,
     )
