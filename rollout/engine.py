@@ -59,8 +59,6 @@ class EngineStats:
     policy_version: int
     exact: bool
     exact_reason: str
-    last_tokens_per_second: float
-    """Of the last generate_rollouts call."""
 
     @property
     def kv_cache_usage(self) -> float:
@@ -108,7 +106,7 @@ class RolloutEngine:
         self._runner: ModelRunner | None = ModelRunner(view, self._cache, config.max_num_seqs, exact=self.exact)
         self.policy_version = 0
         self._prompt_tokens = self._completion_tokens = self._forward_steps = 0
-        self._seconds = self._last_rate = 0.0
+        self._seconds = 0.0
         self._peak_used = self._peak_shared = self._peak_running = 0
 
     def _check_module_matches(self) -> None:
@@ -159,7 +157,7 @@ class RolloutEngine:
         """
         runner = self._ready()
         requests = self._make_requests(prompts, n, sampling, step, keys, purpose, on_error)
-        started, completed = time.perf_counter(), self._completion_tokens
+        started = time.perf_counter()
         self._peak_used = self._peak_shared = self._peak_running = 0
         for request in requests:
             if isinstance(request, Request):
@@ -171,9 +169,7 @@ class RolloutEngine:
         finally:
             # an error or an interrupt: nothing of this call stays behind
             self.scheduler.abort_all()
-            spent = time.perf_counter() - started
-            self._seconds += spent
-            self._last_rate = (self._completion_tokens - completed) / spent
+            self._seconds += time.perf_counter() - started
         return [self._result(request) for request in requests]
 
     def _ready(self) -> ModelRunner:
@@ -337,7 +333,6 @@ class RolloutEngine:
             policy_version=self.policy_version,
             exact=self.exact,
             exact_reason=self.exact_reason,
-            last_tokens_per_second=self._last_rate,
             **dataclasses.asdict(counters),
         )
 

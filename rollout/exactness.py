@@ -9,7 +9,6 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import torch
-from rollout_kernels.tiles import SEGMENT_SIZE
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -22,6 +21,7 @@ from rollout.packing import build_pack
 from rollout.scheduler import Chunk
 from rollout.sequence import Request, Sequence
 from rollout.views import AttentionContext, make_view, raw_logits
+from rollout_kernels.tiles import SEGMENT_SIZE
 
 _PROBES = ((1, (3,)), (SEGMENT_SIZE + 11, (9, 2, 6)), (5, (7, 1)))
 """(prompt length, completion lengths): one row, past a segment's edge with siblings, and few."""

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from rollout_kernels.plan import KVLayout
-from rollout_kernels.tiles import ROW_MULTIPLE, SEGMENT_SIZE, round_up
 from torch import Tensor
 from transformers import PretrainedConfig
 
 from rollout.block_pool import BlockCopy
+from rollout_kernels.plan import KVLayout
+from rollout_kernels.tiles import ROW_MULTIPLE, SEGMENT_SIZE, round_up
 
 
 @dataclass(frozen=True)

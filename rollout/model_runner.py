@@ -6,9 +6,6 @@ from collections.abc import Sequence as Seq
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from rollout_kernels.attention import AttentionTiles
-from rollout_kernels.plan import QuerySpan, plan_tiles
-from rollout_kernels.tiles import ROW_MULTIPLE, SEGMENT_SIZE, pad_rows, round_up
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -17,6 +14,9 @@ from rollout.sampler import SampledTokens, sample
 from rollout.scheduler import Chunk, ScheduledBatch
 from rollout.sequence import Request, Sequence
 from rollout.views import AttentionContext, raw_logits
+from rollout_kernels.attention import AttentionTiles
+from rollout_kernels.plan import QuerySpan, plan_tiles
+from rollout_kernels.tiles import ROW_MULTIPLE, SEGMENT_SIZE, pad_rows, round_up
 
 
 class ModelRunner:

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from rollout_kernels.attention import AttentionTiles
-from rollout_kernels.plan import KVLayout, QuerySpan, plan_tiles
-from rollout_kernels.tiles import ROW_MULTIPLE, round_up
 from torch import Tensor
 
 from rollout.kv_cache import LayerGroup
+from rollout_kernels.attention import AttentionTiles
+from rollout_kernels.plan import KVLayout, QuerySpan, plan_tiles
+from rollout_kernels.tiles import ROW_MULTIPLE, round_up
 
 
 @dataclass(frozen=True)

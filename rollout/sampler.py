@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from rollout_kernels.logprobs import kept_tokens, sample_inverse_cdf, scaled_logits, token_logprobs
-from rollout_kernels.philox import uniform53
 from torch import Tensor
 
 from rollout.config import SamplingParams
 from rollout.sequence import Sequence
+from rollout_kernels.logprobs import kept_tokens, sample_inverse_cdf, scaled_logits, token_logprobs
+from rollout_kernels.philox import uniform53
 
 TRAIN, EVAL = 0, 1
 """Purposes: evaluation draws from numbers that training never uses."""

@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rollout_kernels.activations import SiLU
-from rollout_kernels.attention import AttentionTiles, attend, training_attention
-from rollout_kernels.tiles import ROW_MULTIPLE, round_up
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.activations import ACT2FN
 
 from rollout.errors import RolloutError
 from rollout.kv_cache import KVCache
+from rollout_kernels.activations import SiLU
+from rollout_kernels.attention import AttentionTiles, attend, training_attention
+from rollout_kernels.tiles import ROW_MULTIPLE, round_up
 
 ATTENTION_NAME = "cowroll"
 # what transformers passes every attention function, and what ours takes or may ignore
@@ -147,7 +147,9 @@ def training_view(module: PreTrainedModel, *, exact: bool, gradient_checkpointin
         raise RolloutError(f"attention_dropout={dropout}: set it to 0, since rollouts are drawn without dropout")
     view = make_view(module, exact=exact)
     if gradient_checkpointing:
-        view.gradient_checkpointing_enable({"use_reentrant": False})
+        # renamed in transformers 5.24
+        enable = getattr(view, "activation_checkpointing_enable", view.gradient_checkpointing_enable)
+        enable({"use_reentrant": False})
         view.train()
     return view
 

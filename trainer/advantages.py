@@ -12,6 +12,8 @@ def group_advantages(rewards: Tensor, scale: str = "group") -> Tensor:
     rewards: fp32 [groups, n]. scale "group" divides by the group's standard deviation (n - 1 in the denominator) plus
     1e-4; "none" does not (arXiv 2503.20783). A group of equal rewards gets exact zeros. Returns fp32 [groups, n].
     """
+    if not rewards.numel():
+        return rewards
     centred = rewards - rewards.mean(-1, keepdim=True)
     if scale == "group":
         centred = centred / (rewards.std(-1, keepdim=True) + _EPSILON)

@@ -58,7 +58,7 @@ def micro_batches(
             members.append(i)
             used += cost
         packs[-1].append((g, members))
-    return [_batch(groups, advantages, pack, layer, device, exact) for pack in packs]
+    return [_batch(groups, advantages, pack, layer, device, exact) for pack in packs if pack]
 
 
 def _batch(

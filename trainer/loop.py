@@ -34,7 +34,9 @@ def train(run: Run) -> None:
         for step in range(run.start_step, config.steps):
             timer.step = {}
             with timer.phase("step"):
+                before = engine.stats()
                 rows, groups = _rollouts(run, step)
+                metrics = engine_metrics(before, engine.stats())
                 with timer.phase("reward"):
                     rewards = score(run.reward, rows, groups)
                     if config.reward.shuffle:
@@ -42,9 +44,9 @@ def train(run: Run) -> None:
                     reward_table = torch.tensor(rewards).view(len(groups), config.algorithm.group_size)
                     advantages = group_advantages(reward_table, config.algorithm.scale_rewards)
                 with timer.phase("update"):
-                    metrics = _update(run, groups, advantages, step)
+                    metrics |= _update(run, groups, advantages, step)
                     engine.weights_updated()
-            metrics |= completion_metrics(groups, reward_table) | engine_metrics(engine)
+            metrics |= completion_metrics(groups, reward_table)
             _record(run, metrics, step + 1, progress, rows, groups, rewards)
             if _due(config.checkpoint.every, step + 1, config.steps):
                 with timer.phase("checkpoint"):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rollout import RolloutEngine, RolloutGroup
+from rollout import EngineStats, RolloutEngine, RolloutGroup
 from trainer.batch import TrainingBatch
 from trainer.losses import PolicyLoss
 from trainer.policy import TokenScores
@@ -55,9 +55,9 @@ class UpdateMetrics:
 
 
 def completion_metrics(groups: list[RolloutGroup], rewards: Tensor) -> Metrics:
-    """Rewards [groups, n] and lengths of a step's completions; empty if no prompt could be taken."""
+    """Rewards [groups, n] and lengths of a step's completions."""
     if not groups:
-        return {}
+        return {"num_prompts": 0.0}  # the engine could take none of the step's prompts
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     lengths = torch.tensor([len(rollout.completion_ids) for rollout in rollouts], dtype=torch.float64)
     ended = torch.tensor([rollout.finish_reason == "stop" for rollout in rollouts])
@@ -77,19 +77,18 @@ def completion_metrics(groups: list[RolloutGroup], rewards: Tensor) -> Metrics:
     return metrics
 
 
-def engine_metrics(engine: RolloutEngine) -> Metrics:
-    """The engine's gauges: peaks of the last call, and counters since it started."""
-    stats = engine.stats()
-    return {
-        "rollout/kv_cache_usage": stats.kv_cache_usage,
-        "rollout/blocks_shared": float(stats.peak_blocks_shared),
-        "rollout/preemptions": float(stats.preemptions),
-        "rollout/recomputed_tokens": float(stats.recomputed_tokens),
-        "rollout/forks": float(stats.forks),
-        "rollout/cow_copies": float(stats.cow_copies),
-        "rollout/prefix_tokens_saved": float(stats.prefix_tokens_saved),
-        "rollout/tokens_per_second": stats.last_tokens_per_second,
-        "rollout/policy_version": float(stats.policy_version),
+_COUNTERS = ("preemptions", "recomputed_tokens", "forks", "cow_copies", "prefix_tokens_saved")
+
+
+def engine_metrics(before: EngineStats, after: EngineStats) -> Metrics:
+    """The engine's gauges and counts over one step's rollouts, from its stats before and after them."""
+    counts = {f"rollout/{name}": float(getattr(after, name) - getattr(before, name)) for name in _COUNTERS}
+    tokens, seconds = after.completion_tokens - before.completion_tokens, after.seconds - before.seconds
+    return counts | {
+        "rollout/kv_cache_usage": after.kv_cache_usage,
+        "rollout/blocks_shared": float(after.peak_blocks_shared),
+        "rollout/tokens_per_second": tokens / seconds,
+        "rollout/policy_version": float(after.policy_version),
     }
 
 

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 import torch
-from rollout_kernels.logprobs import entropy, token_logprobs
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -11,6 +10,7 @@ from rollout import SamplingParams
 from rollout.packing import Pack
 from rollout.sampler import processed_logits
 from rollout.views import AttentionContext, raw_logits
+from rollout_kernels.logprobs import entropy, token_logprobs
 
 
 @dataclass(frozen=True)

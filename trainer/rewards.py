@@ -64,6 +64,8 @@ def score(function: RewardFunction, rows: Sequence[Row], groups: Sequence[Rollou
     The function gets copies, so that what it does to its arguments stays with it. It may take only the arguments it
     needs; a row's further fields come under their own names.
     """
+    if not groups:
+        return []
     arguments: dict[str, list[Any]] = {"prompts": [], "completions": [], "completion_ids": [], "answer": []}
     names = dict.fromkeys(name for row in rows for name in row.columns)
     arguments |= {name: [] for name in names}

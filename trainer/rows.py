@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from rollout_kernels.philox import uniform53
 
+from rollout_kernels.philox import uniform53
 from trainer.config import ConfigError
 
 DATA_PURPOSE, SHUFFLE_PURPOSE, SPLIT_PURPOSE, WARM_START_PURPOSE = 16, 17, 18, 19

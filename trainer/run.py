@@ -79,7 +79,7 @@ def prepare(config: TrainerConfig) -> Run:
     """Check, load, resume. Raises ConfigError or RolloutError for what the user can mend."""
     run_dir = Path(config.run_dir).expanduser().absolute()
     found = checkpoint.find_checkpoint(config.resume, run_dir)
-    if found is None and (run_dir / "metrics.jsonl").exists():
+    if config.resume is None and (run_dir / "metrics.jsonl").exists():
         raise ConfigError(f"run_dir: {run_dir} holds a run already; go on with resume=auto, or give another name=")
     trajectory = trajectory_keys(config)
     state = checkpoint.read_state(found, trajectory) if found is not None else None
@@ -121,7 +121,8 @@ def prepare(config: TrainerConfig) -> Run:
         reference=None if reference is None else _frozen_view(engine, reference),
         optimizer=optimizer,
         start_step=start,
-        metrics_file=MetricsFile(run_dir / "metrics.jsonl", start),
+        # without a checkpoint everything runs again, the evaluation of step 0 too
+        metrics_file=MetricsFile(run_dir / "metrics.jsonl", -1 if state is None else start),
         tracker=make_tracker(config.tracking, run_dir, config.name, json.loads(json.dumps(values))),
         timer=timer,
     )

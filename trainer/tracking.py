@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol, cast
+from typing import Any, ClassVar, Literal, Protocol, cast
 
 from trainer.config import TrackingConfig
 
@@ -111,6 +111,16 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 class Progress:
     """One console line per step, with the time left."""
 
+    _SHOWN: ClassVar = {
+        "reward": "reward {:.3f}",
+        "eval/pass@1": "eval pass@1 {:.3f}",
+        "completions/mean_length": "length {:.1f}",
+        "entropy": "entropy {:.3f}",
+        "grad_norm": "grad {:.3f}",
+        "logprob_gap_max": "gap {:.1g}",
+        "rollout/tokens_per_second": "{:.0f} tok/s",
+    }
+
     def __init__(self, start: int, total: int) -> None:
         self.start, self.total = start, total
         self._began = time.monotonic()
@@ -119,14 +129,7 @@ class Progress:
         left = (time.monotonic() - self._began) / (step - self.start) * (self.total - step)
         parts = [
             f"step {step}/{self.total}",
-            f"reward {metrics['reward']:.3f}",
-            f"length {metrics['completions/mean_length']:.1f}",
-            f"entropy {metrics['entropy']:.3f}",
-            f"grad {metrics['grad_norm']:.3f}",
-            f"gap {metrics['logprob_gap_max']:.1g}",
-            f"{metrics['rollout/tokens_per_second']:.0f} tok/s",
+            *(shown.format(metrics[name]) for name, shown in self._SHOWN.items() if name in metrics),
             f"{math.ceil(left)} s left",
         ]
-        if "eval/pass@1" in metrics:
-            parts.insert(2, f"eval pass@1 {metrics['eval/pass@1']:.3f}")
         return "  ".join(parts)

@@ -1,0 +1,46 @@
+"""What every test runs under: no network, a cache of its own, and the thread count it was started with."""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"
+# `rollout` and `trainer` are the packages, not the folders of tests beside this file
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave slow tests out, unless -m says which tests to take or they are asked for by name."""
+    if config.option.markexpr or any("::" in argument for argument in config.args):
+        return
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    items[:] = [item for item in items if item not in slow]
+    if slow:
+        config.hook.pytest_deselected(items=slow)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COWROLL_CACHE", str(tmp_path_factory.mktemp("cowroll_cache")))
+        yield
+
+
+@pytest.fixture
+def restore_threads() -> Iterator[None]:
+    """For a test that calls torch.set_num_threads itself."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(params=[1, 2, 3], ids=lambda count: f"{count}threads")
+def threads(request: pytest.FixtureRequest, restore_threads: None) -> int:
+    """The test runs under 1, 2 and 3 threads."""
+    count: int = request.param
+    torch.set_num_threads(count)
+    return count

@@ -1,0 +1,118 @@
+"""Packs and micro-batches: log-probs and gradients are those of one unpacked row after the other in transformers."""
+
+import pytest
+import torch
+
+import tiny_models
+from rollout import Rollout, RolloutEngine, RolloutGroup, SamplingParams
+from rollout.kv_cache import LayerGroup
+from rollout.views import training_view
+from trainer.batch import TrainingBatch, micro_batches
+from trainer.policy import score_tokens
+
+
+def _group(prompt: list[int], completions: list[list[int]]) -> RolloutGroup:
+    rollouts = [Rollout(i, c, [-1.0] * len(c), [-1.0] * len(c), None, "stop", 0) for i, c in enumerate(completions)]
+    return RolloutGroup(prompt, rollouts, 0, 0)
+
+
+def _groups(lengths: list[list[int]], vocab: int = tiny_models.VOCAB) -> list[RolloutGroup]:
+    generator = torch.Generator().manual_seed(3)
+    draw = lambda size: torch.randint(vocab, (size,), generator=generator).tolist()  # noqa: E731
+    return [_group(draw(prompt), [draw(size) for size in sizes]) for prompt, *sizes in lengths]
+
+
+def _batches(model: torch.nn.Module, groups: list[RolloutGroup], max_tokens: int) -> list[TrainingBatch]:
+    advantages = torch.arange(float(sum(len(g.rollouts) for g in groups))).view(len(groups), -1)
+    layer = LayerGroup.of(model.config, model.dtype)
+    return micro_batches(groups, advantages, layer, torch.device("cpu"), max_tokens=max_tokens, exact=True)
+
+
+LENGTHS = [[5, 1, 8, 3], [70, 4, 66, 2], [1, 2, 2, 9]]
+
+
+@pytest.mark.parametrize("arch", tiny_models.ARCHITECTURES)
+def test_log_probs_are_those_of_unpacked_rows(arch: str) -> None:
+    model = tiny_models.shared_model(arch)
+    groups = _groups(LENGTHS)
+    (batch,) = _batches(model, groups, 10_000)
+    view = training_view(model, exact=True, gradient_checkpointing=False)
+    ours = score_tokens(view, batch.pack, SamplingParams(temperature=0.7)).logprobs
+    theirs = [
+        tiny_models.eager_logprobs(model, g.prompt_ids, r.completion_ids, 0.7) for g in groups for r in g.rollouts
+    ]
+    assert (ours.double() - torch.cat(theirs)).abs().max() < tiny_models.LOGPROB_TOLERANCE
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("arch", tiny_models.ARCHITECTURES)
+def test_gradients_are_those_of_unpacked_rows(arch: str, checkpointing: bool) -> None:
+    ours, theirs = tiny_models.random_model(arch), tiny_models.random_model(arch)
+    groups = _groups(LENGTHS)
+    (batch,) = _batches(ours, groups, 10_000)
+    view = training_view(ours, exact=True, gradient_checkpointing=checkpointing)
+    score_tokens(view, batch.pack, SamplingParams()).logprobs.sum().backward()
+    for group in groups:
+        for rollout in group.rollouts:
+            ids = torch.tensor([group.prompt_ids + rollout.completion_ids])
+            logits = theirs(input_ids=ids, use_cache=False).logits[0, len(group.prompt_ids) - 1 : -1]
+            chosen = logits.log_softmax(-1).gather(-1, torch.tensor(rollout.completion_ids)[:, None])
+            chosen.sum().backward()
+    for (name, a), (_, b) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+        assert (a.grad - b.grad).norm() < 1e-4 * b.grad.norm(), name
+
+
+@pytest.mark.parametrize("max_tokens", [1, 20, 90, 10_000])
+def test_every_completion_is_in_one_pack_whatever_the_budget(max_tokens: int) -> None:
+    model = tiny_models.shared_model("llama")
+    groups = _groups(LENGTHS)
+    batches = _batches(model, groups, max_tokens)
+    targets = [token for batch in batches for token in batch.pack.targets.tolist()]
+    assert targets == [token for g in groups for r in g.rollouts for token in r.completion_ids]
+    repeated = [i for i, r in enumerate(r for g in groups for r in g.rollouts) for _ in r.completion_ids]
+    assert [int(a) for batch in batches for a in batch.advantages] == repeated
+    longest = max(len(g.prompt_ids) + len(r.completion_ids) for g in groups for r in g.rollouts)
+    assert all(len(batch.pack.ids) <= max(max_tokens, longest) + 15 for batch in batches)
+
+
+def test_the_split_does_not_change_log_probs_in_any_bit() -> None:
+    model = tiny_models.shared_model("qwen3")
+    groups = _groups(LENGTHS)
+    view = training_view(model, exact=True, gradient_checkpointing=False)
+    whole, split = (
+        torch.cat([score_tokens(view, b.pack, SamplingParams()).logprobs for b in _batches(model, groups, size)])
+        for size in (10_000, 20)
+    )
+    assert torch.equal(whole, split)
+
+
+def test_a_change_in_one_completion_leaves_the_others_alone() -> None:
+    """Packed rows do not see each other."""
+    model = tiny_models.shared_model("qwen2")
+    groups = _groups([[6, 5, 5]])
+    changed = [_group(groups[0].prompt_ids, [[7] * 5, groups[0].rollouts[1].completion_ids])]
+    view = training_view(model, exact=True, gradient_checkpointing=False)
+    before, after = (
+        score_tokens(view, _batches(model, g, 10_000)[0].pack, SamplingParams()).logprobs for g in (groups, changed)
+    )
+    assert torch.equal(before[5:], after[5:])
+    assert not torch.equal(before[:5], after[:5])
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 5}, {"top_p": 0.8, "temperature": 1.3}, {"min_p": 0.05}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_trainer_sees_the_generators_log_probs_bit_for_bit(options: dict[str, float], dtype: torch.dtype) -> None:
+    model = tiny_models.random_model("qwen3", dtype=dtype)
+    sampling = SamplingParams(max_new_tokens=12, seed=4, **options)
+    with RolloutEngine(model) as engine:
+        groups = engine.generate_rollouts(tiny_models.random_prompts([3, 20, 70]), 3, sampling)
+        view = engine.training_view()
+        (batch,) = micro_batches(
+            groups, torch.zeros(3, 3), engine.layer_group, engine.device, max_tokens=10_000, exact=engine.exact
+        )
+    scores = score_tokens(view, batch.pack, sampling)
+    assert scores.logprobs.requires_grad
+    assert torch.equal(scores.logprobs.detach(), batch.rollout_logprobs)
+    with torch.no_grad():
+        next(view.parameters())[:, 0] += 0.1
+    assert not torch.equal(score_tokens(view, batch.pack, sampling).logprobs, batch.rollout_logprobs)

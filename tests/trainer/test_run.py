@@ -1,0 +1,228 @@
+"""Whole runs in small: the loop's promises, on the real engine."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import tiny_models
+from rollout import RolloutError, generate_rollouts
+from trainer.__main__ import CONFIG_DIRECTORY
+from trainer.config import ConfigError, TrainerConfig, parse_config
+from trainer.loop import train
+from trainer.run import Run, prepare
+from trainer.tracking import read_metrics
+
+CHANGING = ("timing_s/", "memory/")
+
+
+def configure(run_dir: Path, *overrides: str) -> TrainerConfig:
+    with initialize_config_dir(str(CONFIG_DIRECTORY), version_base="1.3"):
+        chosen = ["experiment=smoke", f"run_dir={run_dir}", "name=test", "checkpoint.every=0", *overrides]
+        raw = compose("config", chosen)
+    return parse_config(OmegaConf.create(OmegaConf.to_container(raw, resolve=True)))
+
+
+def run_once(run_dir: Path, *overrides: str) -> Run:
+    run = prepare(configure(run_dir, *overrides))
+    try:
+        train(run)
+    finally:
+        run.close()
+    return run
+
+
+def metrics_of(run: Run) -> list[dict[str, float]]:
+    """The lines, without what differs from one run to the next."""
+    lines = read_metrics(run.run_dir / "metrics.jsonl")
+    return [{k: v for k, v in line.items() if not k.startswith(CHANGING) and "per_second" not in k} for line in lines]
+
+
+def weights_of(run: Run) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in run.engine.module.parameters()]
+
+
+def write_rows(path: Path, count: int = 12, **columns: Any) -> Path:
+    rows = [{"prompt": "ab" * (1 + i % 3), "answer": str(i), "id": i} | columns for i in range(count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def hf_overrides(folder: Path, model: PreTrainedModel, rows: Path) -> list[str]:
+    """Overrides for a run on a saved model directory and a JSONL file, rewarded by how early the text has an 'a'."""
+    directory = tiny_models.save_directory(folder / "model", model, tiny_models.byte_tokenizer())
+    reward = folder / "reward.py"
+    reward.write_text("def early(completions):\n    return [float(-(text + 'a').index('a')) for text in completions]\n")
+    return [
+        "model=hf", f"model.path={directory}", "model.warm_start_steps=0", "task=jsonl", f"task.path={rows}",
+        "task.eval_rows=0", "reward=custom", f"reward.path={reward}:early", "sampling.max_new_tokens=8",
+        "optim.lr=1e-3", "optim.warmup_steps=0",
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def text_model() -> PreTrainedModel:
+    return tiny_models.random_model("qwen3", vocab_size=tiny_models.TEXT_VOCAB, eos_token_id=tiny_models.EOS)
+
+
+def test_two_runs_of_one_seed_agree_and_another_seed_does_not(tmp_path: Path) -> None:
+    first, second, other = (run_once(tmp_path / name, f"seed={seed}") for name, seed in (("a", 1), ("b", 1), ("c", 2)))
+    assert metrics_of(first) == metrics_of(second) != metrics_of(other)
+    assert all(line["logprob_gap_max"] == 0.0 for line in metrics_of(first) if line["step"])
+    assert [line["step"] for line in metrics_of(first)] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("arch", tiny_models.ARCHITECTURES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_hf_on_jsonl_moves_the_weights_and_saves_what_transformers_loads(
+    tmp_path: Path, arch: str, dtype: torch.dtype
+) -> None:
+    model = tiny_models.random_model(arch, vocab_size=tiny_models.TEXT_VOCAB, eos_token_id=tiny_models.EOS, dtype=dtype)
+    overrides = hf_overrides(tmp_path, model, write_rows(tmp_path / "rows.jsonl"))
+    run = run_once(tmp_path / "run", *overrides, "steps=10", "checkpoint.every=5")
+    lines = metrics_of(run)
+    assert all(torch.tensor(list(line.values())).isfinite().all() for line in lines)
+    assert [line["logprob_gap_max"] for line in lines] == [0.0] * 10
+    assert not torch.equal(model.get_input_embeddings().weight, run.engine.module.get_input_embeddings().weight)
+    loaded = AutoModelForCausalLM.from_pretrained(run.run_dir / "checkpoints/step-000010/model", dtype=dtype)
+    ids = torch.arange(30)[None]
+    assert torch.equal(loaded(input_ids=ids).logits, run.engine.module(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Stopped after step 3 (a checkpoint at 2), in the middle of an epoch of 12 rows."""
+    model = tiny_models.random_model("qwen2", vocab_size=tiny_models.TEXT_VOCAB, eos_token_id=1, dtype=dtype)
+    overrides = hf_overrides(tmp_path, model, write_rows(tmp_path / "rows.jsonl"))
+    whole = run_once(tmp_path / "whole", *overrides, "steps=6")
+    run_once(tmp_path / "parts", *overrides, "steps=3", "checkpoint.every=2", "checkpoint.keep=5")
+    (tmp_path / "parts/checkpoints/step-000003/trainer.json").unlink()  # as if it had not been written
+    resumed = run_once(tmp_path / "parts", *overrides, "steps=6", "resume=auto")
+    assert metrics_of(resumed) == metrics_of(whole)
+    assert all(torch.equal(a, b) for a, b in zip(weights_of(resumed), weights_of(whole), strict=True))
+
+
+def test_every_row_is_seen_as_often_as_planned_also_across_a_resume(tmp_path: Path) -> None:
+    """12 rows, 4 per step: two epochs in 6 steps, cut at step 4."""
+    seen = tmp_path / "seen.txt"
+    reward = tmp_path / "log.py"
+    reward.write_text(
+        "def log(completions, id):\n"
+        f"    with open({str(seen)!r}, 'a') as file:\n"
+        "        file.write(' '.join(map(str, id[::4])) + chr(10))\n"
+        "    return [float(len(text)) for text in completions]\n"
+    )
+    model = tiny_models.random_model("llama", vocab_size=tiny_models.TEXT_VOCAB, eos_token_id=1)
+    overrides = hf_overrides(tmp_path, model, write_rows(tmp_path / "rows.jsonl"))
+    overrides += [f"reward.path={reward}:log"]
+    run_once(tmp_path / "whole", *overrides, "steps=6")
+    whole = seen.read_text().split("\n")
+    seen.unlink()
+    run_once(tmp_path / "parts", *overrides, "steps=4", "checkpoint.every=4")
+    run_once(tmp_path / "parts", *overrides, "steps=6", "resume=auto")
+    assert seen.read_text().split("\n") == whole
+    places = " ".join(whole).split()
+    assert [sorted(map(int, part)) for part in (places[:12], places[12:])] == [list(range(12))] * 2
+
+
+def test_the_split_into_micro_batches_does_not_matter(tmp_path: Path, text_model: PreTrainedModel) -> None:
+    overrides = hf_overrides(tmp_path, text_model, write_rows(tmp_path / "rows.jsonl"))
+    runs = [
+        run_once(tmp_path / str(size), *overrides, "steps=2", f"algorithm.micro_batch_tokens={size}")
+        for size in (100_000, 60, 1)
+    ]
+    for run in runs[1:]:
+        for ours, theirs in zip(metrics_of(run), metrics_of(runs[0]), strict=True):
+            assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
+            assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-6)
+        for a, b in zip(weights_of(run), weights_of(runs[0]), strict=True):
+            assert (a - b).norm() < 1e-5 * b.norm()
+
+
+def test_evaluation_does_not_disturb_training(tmp_path: Path) -> None:
+    often, never = (run_once(tmp_path / str(every), f"eval.every={every}") for every in (1, 0))
+    trained = [{k: v for k, v in line.items() if not k.startswith("eval/")} for line in metrics_of(often)[1:]]
+    assert trained == metrics_of(never)
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.7])
+def test_the_first_ratio_is_one_at_any_temperature(tmp_path: Path, temperature: float) -> None:
+    run = run_once(tmp_path, f"sampling.temperature={temperature}", "optim.lr=0", "steps=2")
+    for line in metrics_of(run)[1:]:
+        assert [line[f"sampling/importance_sampling_ratio/{which}"] for which in ("min", "mean", "max")] == [1.0] * 3
+
+
+def test_where_bits_differ_the_trainer_says_so_and_uses_its_own_log_probs(tmp_path: Path) -> None:
+    run = run_once(tmp_path, "rollout.exact=off")
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["exact"], summary["exact_reason"]) == (False, "exact=off")
+    for line in metrics_of(run)[1:]:
+        assert line["sampling/importance_sampling_ratio/max"] == 1.0
+
+
+def test_a_kl_term_is_zero_at_first_and_grows(tmp_path: Path, text_model: PreTrainedModel) -> None:
+    overrides = hf_overrides(tmp_path, text_model, write_rows(tmp_path / "rows.jsonl"))
+    run = run_once(tmp_path / "run", *overrides, "algorithm.kl_coef=0.1", "steps=3")
+    kl = [line["kl"] for line in metrics_of(run)]
+    assert kl[0] == 0.0
+    assert 0.0 < kl[1] < kl[2]
+
+
+def test_an_over_long_prompt_is_skipped_and_counted(tmp_path: Path, text_model: PreTrainedModel) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": p, "answer": "x"}) + "\n" for p in ("a", "b" * 600, "c", "d")))
+    overrides = hf_overrides(tmp_path, text_model, rows)
+    run = run_once(tmp_path / "run", *overrides, "steps=1")
+    assert metrics_of(run)[0]["num_prompts"] == 3
+
+
+def test_a_step_without_any_prompt_moves_nothing(tmp_path: Path, text_model: PreTrainedModel) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "b" * 600, "answer": "x"}) + "\n")
+    run = run_once(tmp_path / "run", *hf_overrides(tmp_path, text_model, rows), "steps=2")
+    assert [line["num_prompts"] for line in metrics_of(run)] == [0, 0]
+    for a, b in zip(weights_of(run), text_model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_user_reward_may_call_the_library_on_the_running_engine(tmp_path: Path) -> None:
+    reward = tmp_path / "judge.py"
+    reward.write_text(
+        "from rollout import generate_rollouts\n"
+        "def judge(completions):\n"
+        "    (group,) = generate_rollouts(['1+1='], n=1, temperature=0.0, max_new_tokens=2)\n"
+        "    return [float(len(group.rollouts[0].completion_ids))] * len(completions)\n"
+    )
+    run = run_once(tmp_path / "run", "reward=custom", f"reward.path={reward}:judge", "eval.every=0")
+    assert all(line["reward"] in (1.0, 2.0) for line in metrics_of(run))
+    with pytest.warns(UserWarning, match="built-in tiny model"):
+        generate_rollouts(["1+1="], n=1, max_new_tokens=1)
+
+
+def test_a_bad_reward_names_itself_and_the_engine_stays_usable(tmp_path: Path) -> None:
+    reward = tmp_path / "bad.py"
+    reward.write_text("def bad(completions):\n    return [0.0]\n")
+    run = prepare(configure(tmp_path / "run", "reward=custom", f"reward.path={reward}:bad", "eval.every=0"))
+    with pytest.raises(RolloutError, match="bad returned 1 values for 16 completions"):
+        train(run)
+    stats = run.engine.stats()
+    assert stats.num_free_blocks == stats.num_blocks
+    assert len(run.engine.generate_rollouts(["1+1="], 2)[0].rollouts) == 2
+    run.close()
+
+
+def test_a_run_directory_is_not_overwritten(tmp_path: Path) -> None:
+    run_once(tmp_path, "steps=1")
+    with pytest.raises(ConfigError, match=r"run_dir.*holds a run already"):
+        prepare(configure(tmp_path, "steps=1"))
+
+
+def test_a_resume_with_another_learning_rate_is_refused(tmp_path: Path) -> None:
+    run_once(tmp_path, "steps=1", "checkpoint.every=1")
+    with pytest.raises(ConfigError, match=r"optim\.lr: the run began with"):
+        prepare(configure(tmp_path, "steps=2", "resume=auto", "optim.lr=0.5"))
