@@ -68,7 +68,7 @@ class AlgorithmConfig:
     clip_high: float = _setting(0.2, above=0)
     scale_rewards: str = _setting("group", choices=("group", "none"))
     kl_coef: float = _setting(0.0, at_least=0)
-    micro_batch_tokens: int = _setting(16384, at_least=1)
+    micro_batch_tokens: int = _setting(4096, at_least=1)
 
 
 @dataclass
