@@ -6,8 +6,9 @@ groups = generate_rollouts(["12+34="], n=16, model="path/to/model", seed=0)
 
 from rollout.api import generate_rollouts, use_engine
 from rollout.config import RolloutConfig, SamplingParams
-from rollout.engine import EngineStats, RolloutEngine
+from rollout.engine import RolloutEngine
 from rollout.errors import ExactnessError, RolloutError
+from rollout.stats import EngineStats
 from rollout.types import Rollout, RolloutGroup
 
 __all__ = [

@@ -10,8 +10,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rollout.builtin import build_tiny, warm_started_directory
 from rollout.config import RolloutConfig, SamplingParams
-from rollout.engine import OnError, RolloutEngine
+from rollout.engine import RolloutEngine
 from rollout.prompts import Prompt
+from rollout.requests import OnError
 from rollout.types import RolloutGroup
 
 _current: RolloutEngine | None = None

@@ -2,12 +2,10 @@
 
 import dataclasses
 import logging
-import secrets
 import time
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -20,54 +18,16 @@ from rollout.kv_cache import KVCache, LayerGroup
 from rollout.loading import check_module, load_model, load_tokenizer, resolve_device
 from rollout.memory import pool_size
 from rollout.model_runner import ModelRunner
-from rollout.prompts import Prompt, decode_completion, encode_prompt, end_token_ids
+from rollout.prompts import Prompt, decode_completion, end_token_ids
+from rollout.requests import BadPrompt, Limits, OnError, make_requests
 from rollout.sampler import TRAIN
 from rollout.scheduler import Scheduler
 from rollout.sequence import Request, Sequence
+from rollout.stats import EngineStats
 from rollout.types import FinishReason, Rollout, RolloutGroup
 from rollout.views import check_shared, make_view, training_view
 
 logger = logging.getLogger(__name__)
-
-OnError = Literal["raise", "return"]
-
-
-@dataclasses.dataclass(frozen=True)
-class EngineStats:
-    """Sizes, and counters since the engine started; peaks are those of the last generate_rollouts call."""
-
-    num_blocks: int
-    num_free_blocks: int
-    block_size: int
-    pool_bytes: int
-    peak_blocks_used: int
-    peak_blocks_shared: int
-    """Blocks held by two or more sequences at once."""
-    peak_running: int
-    prompt_tokens: int
-    completion_tokens: int
-    forward_steps: int
-    seconds: float
-    """Time spent generating."""
-    preemptions: int
-    recomputed_tokens: int
-    forks: int
-    cow_copies: int
-    """Partly filled blocks copied because a fork had to write to them."""
-    prefix_tokens_saved: int
-    """Prompt tokens that forks did not have to prefill."""
-    policy_version: int
-    exact: bool
-    exact_reason: str
-
-    @property
-    def kv_cache_usage(self) -> float:
-        """Peak share of the pool in use, 0 to 1."""
-        return self.peak_blocks_used / self.num_blocks
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.completion_tokens / self.seconds if self.seconds else 0.0
 
 
 class RolloutEngine:
@@ -156,7 +116,10 @@ class RolloutEngine:
         gets a group with `error` set and one rollout of finish_reason "error", and the others run.
         """
         runner = self._ready()
-        requests = self._make_requests(prompts, n, sampling, step, keys, purpose, on_error)
+        limits = Limits(self.module.config.vocab_size, self.max_model_len, self.pool.num_blocks, self.config.block_size)
+        requests = make_requests(
+            prompts, n, sampling, self.tokenizer, limits, step=step, keys=keys, purpose=purpose, on_error=on_error
+        )
         started = time.perf_counter()
         self._peak_used = self._peak_shared = self._peak_running = 0
         for request in requests:
@@ -219,76 +182,10 @@ class RolloutEngine:
 
     # -- requests and results -----------------------------------------------------------------------------------
 
-    def _make_requests(
-        self,
-        prompts: Seq[Prompt],
-        n: int,
-        sampling: SamplingParams | Seq[SamplingParams] | None,
-        step: int,
-        keys: Seq[int] | None,
-        purpose: int,
-        on_error: OnError,
-    ) -> list[Request | RolloutGroup]:
-        """Check everything that can be known before work starts; a bad prompt becomes its group."""
-        if isinstance(prompts, str):
-            raise RolloutError("prompts is a single string: pass a list of prompts")
-        if n < 1:
-            raise RolloutError(f"n={n}: ask for at least one completion per prompt")
-        if on_error not in ("raise", "return"):
-            raise RolloutError(f"on_error={on_error!r}: use raise or return")
-        per_prompt = self._one_per_prompt("sampling", sampling or SamplingParams(), len(prompts))
-        key_list = list(range(len(prompts))) if keys is None else list(keys)
-        if len(key_list) != len(prompts):
-            raise RolloutError(f"{len(key_list)} keys for {len(prompts)} prompts: give one per prompt")
-        for name, value in [("step", step), *[("key", key) for key in key_list]]:
-            if not 0 <= value < 2**32:
-                raise RolloutError(f"{name}={value} must lie in 0 .. 4294967295")
-        drawn = secrets.randbits(32)
-        requests: list[Request | RolloutGroup] = []
-        for i, (prompt, params, key) in enumerate(zip(prompts, per_prompt, key_list, strict=True)):
-            seed = drawn if params.seed is None else params.seed
-            try:
-                ids = encode_prompt(prompt, self.tokenizer, self.module.config.vocab_size)
-                self._check_fits(ids)
-            except RolloutError as error:
-                if on_error == "raise":
-                    raise RolloutError(f"prompt {i}: {error}") from error
-                failed = Rollout(0, [], [], [], None, "error", self.policy_version)
-                requests.append(RolloutGroup([], [failed], key, seed, str(error)))
-                continue
-            max_len = min(len(ids) + params.max_new_tokens, self.max_model_len, self._pool_tokens)
-            requests.append(Request(ids, n, params, seed, step, key, purpose, max_len))
-        return requests
-
-    @staticmethod
-    def _one_per_prompt(name: str, value: SamplingParams | Seq[SamplingParams], count: int) -> list[SamplingParams]:
-        if isinstance(value, SamplingParams):
-            return [value] * count
-        if len(value) != count:
-            raise RolloutError(
-                f"{len(value)} {name} parameters for {count} prompts: give one for all or one per prompt"
-            )
-        return list(value)
-
-    @property
-    def _pool_tokens(self) -> int:
-        return self.pool.num_blocks * self.config.block_size
-
-    def _check_fits(self, ids: list[int]) -> None:
-        if len(ids) >= self.max_model_len:
-            raise RolloutError(
-                f"{len(ids)} tokens leave no room for a completion within max_model_len={self.max_model_len}"
-            )
-        if len(ids) >= self._pool_tokens:
-            missing = len(ids) // self.config.block_size + 1 - self.pool.num_blocks
-            raise RolloutError(
-                f"{len(ids)} tokens do not fit a pool of {self.pool.num_blocks} blocks of {self.config.block_size}:"
-                f" {missing} blocks are missing"
-            )
-
-    def _result(self, request: Request | RolloutGroup) -> RolloutGroup:
-        if isinstance(request, RolloutGroup):
-            return request
+    def _result(self, request: Request | BadPrompt) -> RolloutGroup:
+        if isinstance(request, BadPrompt):
+            failed = Rollout(0, [], [], [], None, "error", self.policy_version)
+            return RolloutGroup([], [failed], request.key, request.seed, request.error)
         ordered = sorted(request.sequences, key=lambda sequence: sequence.index)
         return RolloutGroup(
             prompt_ids=request.prompt_ids,

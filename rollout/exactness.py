@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from rollout.block_pool import BlockPool
 from rollout.config import SamplingParams
@@ -24,7 +24,7 @@ from rollout.views import AttentionContext, make_view, raw_logits
 from rollout_kernels.tiles import SEGMENT_SIZE
 
 _PROBES = ((1, (3,)), (SEGMENT_SIZE + 11, (9, 2, 6)), (5, (7, 1)))
-"""(prompt length, completion lengths): one row, past a segment's edge with siblings, and few."""
+"""(prompt length, completion lengths): one row, past a segment's edge (and any window) with siblings, and few."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,20 @@ class ProbeReport:
         return f"generator and trainer {verdict} ({self.num_threads} threads)"
 
 
-def _probe_tokens(vocab_size: int, max_len: int) -> list[tuple[list[int], list[list[int]]]]:
+def _smallest_window(config: PretrainedConfig) -> int:
+    """Positions that a sliding layer sees; 0 if the model has none."""
+    slides = "sliding_attention" in (getattr(config, "layer_types", None) or [])
+    return int(getattr(config, "sliding_window", None) or 0) if slides else 0
+
+
+def _probe_tokens(config: PretrainedConfig, max_len: int) -> list[tuple[list[int], list[list[int]]]]:
     generator = torch.Generator().manual_seed(0)
     groups = []
     for prompt_length, lengths in _PROBES:
+        if prompt_length > SEGMENT_SIZE:
+            prompt_length = max(prompt_length, _smallest_window(config) + 1)
         sizes = [max(1, min(prompt_length, max_len - max(lengths))), *lengths]
-        drawn = [torch.randint(vocab_size, (size,), generator=generator).tolist() for size in sizes]
+        drawn = [torch.randint(config.vocab_size, (size,), generator=generator).tolist() for size in sizes]
         groups.append((drawn[0], drawn[1:]))
     return groups
 
@@ -89,7 +97,7 @@ def _decode(runner: ModelRunner, pool: BlockPool, groups: Seq[tuple[list[int], l
 def probe(module: PreTrainedModel, group: LayerGroup, block_size: int, max_len: int, *, exact: bool) -> ProbeReport:
     """Compare decoding, packing and transformers' own forward on a few random tokens."""
     device = next(module.parameters()).device
-    groups = _probe_tokens(module.config.vocab_size, max_len)
+    groups = _probe_tokens(module.config, max_len)
     view = make_view(module, exact=exact)
     num_blocks = sum(2 + (len(p) + max(map(len, cs))) // block_size * (len(cs) + 1) + 2 * len(cs) for p, cs in groups)
     cache = KVCache(group, num_blocks, block_size, device)

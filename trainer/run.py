@@ -14,9 +14,10 @@ import torch
 from omegaconf import OmegaConf
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from rollout import RolloutEngine, SamplingParams
-from rollout.loading import load_model, load_tokenizer, resolve_device
+from rollout import RolloutEngine, RolloutError, SamplingParams
+from rollout.loading import check_directory, load_model, load_tokenizer, resolve_device
 from rollout.prompts import encode_prompt
+from rollout.views import training_view
 from trainer import checkpoint
 from trainer.config import ConfigError, TrainerConfig, trajectory_keys
 from trainer.optimizer import MasterAdamW
@@ -131,7 +132,10 @@ def prepare(config: TrainerConfig) -> Run:
 def _model_directory(config: TrainerConfig, task: Task, timer: PhaseTimer) -> Path:
     if config.model.kind == "hf":
         assert config.model.path is not None
-        return Path(config.model.path).expanduser()
+        try:
+            return check_directory(config.model.path)
+        except RolloutError as error:
+            raise ConfigError(f"model.path: {error}") from error
     with timer.phase("warm_start"):
         return warm_started_tiny(config.model, config.task, task, config.seed)
 
@@ -142,8 +146,6 @@ def _sampling(config: TrainerConfig) -> SamplingParams:
 
 
 def _frozen_view(engine: RolloutEngine, reference: PreTrainedModel) -> PreTrainedModel:
-    from rollout.views import training_view
-
     return training_view(reference.requires_grad_(False), exact=engine.exact, gradient_checkpointing=False)
 
 
