@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"
+# threads that wait must not spin: there are more of them than cores
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # `rollout` and `trainer` are the packages, not the folders of tests beside this file
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 

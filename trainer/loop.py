@@ -28,6 +28,8 @@ def train(run: Run) -> None:
     """Run the steps that are left, and write the summary."""
     config, engine, timer = run.config, run.engine, run.timer
     progress = Progress(run.start_step, config.steps)
+    if run.start_step >= config.steps:
+        logger.info("nothing left to do: %d of %d steps are done", run.start_step, config.steps)
     with use_engine(engine):
         if run.start_step == 0:
             _record_first(run)

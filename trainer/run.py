@@ -80,7 +80,8 @@ def prepare(config: TrainerConfig) -> Run:
     """Check, load, resume. Raises ConfigError or RolloutError for what the user can mend."""
     run_dir = Path(config.run_dir).expanduser().absolute()
     found = checkpoint.find_checkpoint(config.resume, run_dir)
-    if config.resume is None and (run_dir / "metrics.jsonl").exists():
+    own = config.resume == "auto" or (found is not None and run_dir in found.absolute().parents)
+    if not own and (run_dir / "metrics.jsonl").exists():
         raise ConfigError(f"run_dir: {run_dir} holds a run already; go on with resume=auto, or give another name=")
     trajectory = trajectory_keys(config)
     state = checkpoint.read_state(found, trajectory) if found is not None else None

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rollout import SamplingParams
@@ -32,24 +33,25 @@ _FORMAT_VERSION = 1
 
 
 def warm_started_tiny(model: ModelConfig, task_config: TaskConfig, task: Task, seed: int) -> Path:
-    """Directory of the tiny model after its warm start on `task`; trained now if it is not in the cache."""
+    """Directory of the tiny model after its warm start on `task`, if that has one; made now unless it is cached."""
     contents = {
         "format_version": _FORMAT_VERSION,
         "model": asdict(model),
         "task": asdict(task_config),
         "seed": seed,
         "num_threads": torch.get_num_threads(),
-        "torch": torch.__version__,
+        "versions": [torch.__version__, transformers.__version__],
     }
     digest = hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()[:16]
-    target = cache_directory() / "warm_start" / digest
+    imitates = task.worked_example is not None and model.warm_start_steps > 0
+    target = cache_directory() / ("warm_start" if imitates else "random") / digest
+    if not imitates:
+        logger.warning("no warm start: training begins with random weights, which may earn no reward to learn from")
     if (target / "config.json").is_file():
-        logger.info("warm start: taken from the cache, %s", target)
+        logger.info("model: taken from the cache, %s", target)
         return target
     module, tokenizer = build_tiny(seed)
-    if task.worked_example is None or not model.warm_start_steps:
-        logger.warning("no warm start: training begins with random weights, which may earn no reward to learn from")
-    else:
+    if imitates:
         logger.info("warm start: %d steps of imitation on worked examples", model.warm_start_steps)
         imitate(module, tokenizer, model, task, seed)
     target.parent.mkdir(parents=True, exist_ok=True)
