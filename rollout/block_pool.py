@@ -20,6 +20,11 @@ class BlockPool:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.reset()
+
+    def reset(self) -> None:
+        """Every block is free, whatever was held."""
+        num_blocks = self.num_blocks
         self._free = list(range(num_blocks, NULL_BLOCK, -1))
         self._ref_counts = [0] * (num_blocks + 1)
         self.num_shared_blocks = 0

@@ -25,7 +25,7 @@ from rollout.scheduler import Scheduler
 from rollout.sequence import Request, Sequence
 from rollout.stats import EngineStats
 from rollout.types import FinishReason, Rollout, RolloutGroup
-from rollout.views import check_shared, make_view, training_view
+from rollout.views import check_shared, identify, make_view, training_view
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +62,7 @@ class RolloutEngine:
         self.pool = BlockPool(num_blocks, config.block_size)
         self.scheduler = Scheduler(self.pool, config.max_num_seqs, config.max_num_batched_tokens)
         self._cache: KVCache | None = KVCache(self.layer_group, num_blocks, config.block_size, self.device)
+        self._identity = identify(self.module)
         view = make_view(self.module, exact=self.exact)
         self._runner: ModelRunner | None = ModelRunner(view, self._cache, config.max_num_seqs, exact=self.exact)
         self.policy_version = 0
@@ -122,16 +123,18 @@ class RolloutEngine:
         )
         started = time.perf_counter()
         self._peak_used = self._peak_shared = self._peak_running = 0
-        for request in requests:
-            if isinstance(request, Request):
-                self.scheduler.add(request)
-                self._prompt_tokens += request.num_prompt_tokens
         try:
+            for request in requests:
+                if isinstance(request, Request):
+                    self.scheduler.add(request)
+                    self._prompt_tokens += request.num_prompt_tokens
             while self.scheduler.has_work:
                 self._step(runner)
-        finally:
+        except BaseException:
             # an error or an interrupt: nothing of this call stays behind
             self.scheduler.abort_all()
+            raise
+        finally:
             self._seconds += time.perf_counter() - started
         return [self._result(request) for request in requests]
 
@@ -205,8 +208,8 @@ class RolloutEngine:
 
     def weights_updated(self) -> None:
         """The shared weights changed in place: from now on rollouts carry the next policy_version. Moves no bytes."""
-        runner = self._ready()
-        check_shared(self.module, runner.view)
+        self._ready()
+        check_shared(self.module, self._identity)
         self.policy_version += 1
 
     def training_view(self, *, gradient_checkpointing: bool = False) -> PreTrainedModel:

@@ -232,15 +232,11 @@ class Scheduler:
             sequence.slot = -1
 
     def abort_all(self) -> None:
-        """Drop everything that waits or runs; every block is free afterwards."""
-        for sequence in self.running:
-            self._release(sequence)
-        for request in {s.request for s in self.running} | set(self.forking):
-            request.drop_prompt()
-        self.running.clear()
-        self.preempted.clear()
-        self.forking.clear()
-        self.waiting.clear()
+        """Drop everything that waits or runs, wherever an interrupt has struck: every block and slot is free."""
+        self.pool.reset()
+        self._free_slots = list(range(self.max_num_seqs - 1, -1, -1))
+        self.waiting, self.preempted = deque(), deque()
+        self.forking, self.running = [], []
 
     def check_integrity(self) -> None:
         """Raise if blocks or slots are not exactly those of the live sequences."""
