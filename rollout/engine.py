@@ -173,8 +173,7 @@ class RolloutEngine:
         sequence.raw_logprobs.append(raw_logprob)
         sequence.recomputing = False
         self._completion_tokens += 1
-        if request.prompt is None:  # all have forked, or the prompt will be prefilled again
-            request.logits_row = None
+        sequence.first_logits = None
         ends = request.sampling.stop_token_ids
         if token in ends or (token in self.end_token_ids and not request.sampling.ignore_eos):
             sequence.finish_reason = "stop"

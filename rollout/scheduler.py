@@ -187,12 +187,14 @@ class Scheduler:
             # alone and without room for a copy: go on with the prompt's blocks and prefill again for the others
             take_over = len(self.forking) == 1 or not self._drop_idle_prompt()
         table = prompt.table if take_over else prompt.table.fork()
+        logits = request.logits_row
         if take_over:
-            request.prompt = None
+            request.prompt = request.logits_row = None
         elif tail:
             batch.copies += table.make_writable(length, length + 1)
         index = request.unforked.popleft()
         child = Sequence(request, index, list(request.prompt_ids), table, length, self._free_slots.pop())
+        child.first_logits = logits
         request.sequences.append(child)
         self.running.append(child)
         batch.forks.append(child)

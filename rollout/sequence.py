@@ -21,6 +21,8 @@ class Sequence:
     """Leading tokens whose KV is in the blocks."""
     slot: int = -1
     """Row of the device's last-token table while it runs; -1 for a prompt."""
+    first_logits: object | None = None
+    """Row of its prompt's logits, until it has drawn its first token from them."""
     recomputing: bool = False
     """Preempted: its tokens are prefilled again before it goes on."""
     logprobs: list[float] = field(default_factory=list)

@@ -68,8 +68,9 @@ class Simulation:
             self.compute(chunk)
         for fork in batch.forks:
             self.expect_past(fork, fork.num_tokens)
+            assert fork.first_logits == fork.request.prompt_ids
         for prompt in [c.sequence for c in batch.chunks if c.completes and c.sequence.is_prompt]:
-            self.scheduler.prefilled(prompt, object())
+            self.scheduler.prefilled(prompt, list(prompt.token_ids))  # stands for the logits behind them
         drawing = [c.sequence for c in batch.chunks if c.completes and not c.sequence.is_prompt] + batch.forks
         for sequence in drawing:
             self.append(sequence)
@@ -106,8 +107,7 @@ class Simulation:
         sequence.token_ids.append(token)
         self.last_tokens[sequence.slot] = token
         sequence.recomputing = False
-        if sequence.request.prompt is None:
-            sequence.request.logits_row = None
+        sequence.first_logits = None
         if self.random.random() < self.stop_probability:
             sequence.finish_reason = "stop"
         elif sequence.num_tokens >= sequence.request.max_len:
