@@ -247,7 +247,6 @@ def test_exactness_is_not_claimed_where_larger_batches_break_it(
     restore_threads: None, activation: str, intermediate: int
 ) -> None:
     """torch's own activations compute the end of each thread's share otherwise: seen where a tensor is split."""
-    # exposes: the probe's tensor has few such ends, and by chance none of them rounds otherwise
     torch.set_num_threads(3)
     sampling = SamplingParams(max_new_tokens=40, seed=0)
     with small_engine(random_model("llama", hidden_act=activation, intermediate_size=intermediate)) as engine:
