@@ -4,13 +4,13 @@ A field's metadata gives its range, and whether a change of it alters the trajec
 """
 
 import math
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rollout import RolloutConfig, RolloutError
+from rollout import RolloutConfig, RolloutError, SamplingParams
 
 T = TypeVar("T")
 
@@ -139,14 +139,19 @@ _ROLLOUT_SIZES = {"block_size", "num_blocks", "memory_fraction", "max_num_seqs",
 
 def parse_config(raw: DictConfig | dict[str, Any]) -> TrainerConfig:
     """Check a composed configuration: unknown keys, types, ranges. Raises ConfigError naming the key."""
+    raw = OmegaConf.create(raw) if isinstance(raw, dict) else raw
+    for spec in fields(TrainerConfig):
+        if is_dataclass(spec.type) and spec.name in raw and not OmegaConf.is_dict(raw[spec.name]):
+            raise ConfigError(f"{spec.name}={raw[spec.name]!r}: is a group of keys, not a value")
     try:
         schema = OmegaConf.structured(TrainerConfig)
         # OmegaConf takes a frozen dataclass for one that may not be filled in
         OmegaConf.set_readonly(schema.rollout, False)
         merged = OmegaConf.merge(schema, raw)
-        missing = OmegaConf.missing_keys(merged)
+        # a merge fills open values of `raw` with defaults
+        missing = OmegaConf.missing_keys(raw) | OmegaConf.missing_keys(merged)
         if missing:
-            raise ConfigError(f"{sorted(missing)[0]}: has no value; give one")
+            raise ConfigError(f"{min(missing)}: has no value; give one")
         config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         key = error.full_key or error.key
@@ -156,7 +161,16 @@ def parse_config(raw: DictConfig | dict[str, Any]) -> TrainerConfig:
     assert isinstance(config, TrainerConfig)
     _check_ranges(config, "")
     _check_combinations(config)
+    sampling_params(config)
     return config
+
+
+def sampling_params(config: TrainerConfig) -> SamplingParams:
+    """The engine's own form of the sampling group, with the run's seed."""
+    try:
+        return SamplingParams(seed=config.seed, **asdict(config.sampling))
+    except RolloutError as error:
+        raise ConfigError(f"sampling.{error}") from error
 
 
 def _check_ranges(node: Any, prefix: str) -> None:

@@ -3,7 +3,7 @@
 import importlib
 import importlib.util
 import inspect
-import math
+import sys
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -15,6 +15,9 @@ from rollout import RolloutError, RolloutGroup
 from trainer.config import ConfigError, RewardConfig
 from trainer.rows import SHUFFLE_PURPOSE, Row, permutation
 from trainer.tasks import RewardFunction, Task, exact_match, numeric
+
+# advantages are computed in fp32, so that is where a reward must be finite
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 def make_reward(config: RewardConfig, task: Task) -> RewardFunction:
@@ -34,10 +37,11 @@ def load_reward(path: str) -> RewardFunction:
         file = Path(module_name).expanduser()
         if not file.is_file():
             raise ConfigError(f"reward.path={path!r}: file {module_name!r} does not exist")
-        spec = importlib.util.spec_from_file_location(file.stem, file)
+        spec = importlib.util.spec_from_file_location(f"cowroll_reward_{file.stem}", file)
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module  # dataclasses look their module up there
         spec.loader.exec_module(module)
     else:
         try:
@@ -47,7 +51,7 @@ def load_reward(path: str) -> RewardFunction:
     function = getattr(module, name, None)
     if not callable(function):
         raise ConfigError(f"reward.path={path!r}: {module_name!r} has no function {name!r}")
-    if inspect.iscoroutinefunction(function):
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
         raise ConfigError(f"reward.path={path!r}: async functions are not supported")
     loaded: RewardFunction = function
     return loaded
@@ -77,8 +81,8 @@ def score(function: RewardFunction, rows: Sequence[Row], groups: Sequence[Rollou
             arguments["answer"].append(deepcopy(row.answer))
             for name in names:
                 arguments[name].append(deepcopy(row.columns.get(name)))
-    returned = function(**_accepted(function, arguments))
-    flat = _checked(function, returned, len(arguments["completions"]))
+    count = len(arguments["completions"])
+    flat = _checked(function, function(**_accepted(function, arguments)), count)
     ends = np.cumsum([len(group.rollouts) for group in groups])
     return [flat[end - len(group.rollouts) : end] for group, end in zip(groups, ends, strict=True)]
 
@@ -98,11 +102,20 @@ def _checked(function: RewardFunction, returned: Any, count: int) -> list[float]
     if len(values) != count:
         raise RolloutError(f"reward {name} returned {len(values)} values for {count} completions")
     for i, value in enumerate(values):
-        if not isinstance(value, int | float | np.number) or not math.isfinite(value):
+        if not _is_finite(value):
             raise RolloutError(
                 f"reward {name} returned {value!r} for completion {i}; every reward must be a finite number"
             )
     return [float(value) for value in values]
+
+
+def _is_finite(value: Any) -> bool:
+    if not isinstance(value, int | float | np.number):
+        return False
+    try:
+        return abs(float(value)) <= _LARGEST
+    except OverflowError:  # an integer too large for any float
+        return False
 
 
 def shuffled(rewards: list[list[float]], seed: int, step: int) -> list[list[float]]:

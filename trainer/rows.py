@@ -78,6 +78,8 @@ def read_jsonl(path: str | Path, key: str) -> list[Row]:
                 raise ConfigError(f"{where}: not UTF-8 ({error.reason} at byte {error.start})") from error
             except json.JSONDecodeError as error:
                 raise ConfigError(f"{where}: not JSON ({error.msg} at column {error.colno})") from error
+            except ValueError as error:  # a number of more digits than Python reads
+                raise ConfigError(f"{where}: {error}") from error
             rows.append(_row(value, where))
     if not rows:
         raise ConfigError(f"{key}: {path} has no rows")
@@ -91,11 +93,20 @@ def _row(value: Any, where: str) -> Row:
         if value.get(name) is None:
             raise ConfigError(f"{where}: the row has no {name!r}")
     prompt = value["prompt"]
-    messages = isinstance(prompt, list) and prompt and all(isinstance(m, dict) and "content" in m for m in prompt)
-    if not (isinstance(prompt, str) or messages):
+    if not (isinstance(prompt, str) or _is_chat(prompt)):
         raise ConfigError(f"{where}: prompt is neither text nor a list of messages with role and content")
+    try:
+        json.dumps(prompt, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{where}: prompt has half a surrogate pair, which is no character") from error
     columns = {name: given for name, given in value.items() if name not in ("prompt", "answer")}
     clash = sorted(_RESERVED & columns.keys())
     if clash:
         raise ConfigError(f"{where}: field {clash[0]!r} is what rewards are called with; rename it")
     return Row(prompt, value["answer"], columns)
+
+
+def _is_chat(prompt: Any) -> bool:
+    if not isinstance(prompt, list) or not prompt:
+        return False
+    return all(isinstance(message, dict) and message.keys() >= {"role", "content"} for message in prompt)

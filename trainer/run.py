@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from omegaconf import OmegaConf
@@ -19,7 +18,7 @@ from rollout.loading import check_directory, load_model, load_tokenizer, resolve
 from rollout.prompts import encode_prompt
 from rollout.views import training_view
 from trainer import checkpoint
-from trainer.config import ConfigError, TrainerConfig, trajectory_keys
+from trainer.config import ConfigError, TrainerConfig, sampling_params, trajectory_keys
 from trainer.optimizer import MasterAdamW
 from trainer.rewards import make_reward
 from trainer.rows import RowStream
@@ -116,7 +115,7 @@ def prepare(config: TrainerConfig) -> Run:
         task=task,
         reward=reward,
         stream=RowStream(task.train_rows, config.seed),
-        sampling=_sampling(config),
+        sampling=sampling_params(config),
         engine=engine,
         tokenizer=tokenizer,
         policy=engine.training_view(gradient_checkpointing=config.model.gradient_checkpointing),
@@ -139,11 +138,6 @@ def _model_directory(config: TrainerConfig, task: Task, timer: PhaseTimer) -> Pa
             raise ConfigError(f"model.path: {error}") from error
     with timer.phase("warm_start"):
         return warm_started_tiny(config.model, config.task, task, config.seed)
-
-
-def _sampling(config: TrainerConfig) -> SamplingParams:
-    values: dict[str, Any] = dataclasses.asdict(config.sampling)
-    return SamplingParams(seed=config.seed, **values)
 
 
 def _frozen_view(engine: RolloutEngine, reference: PreTrainedModel) -> PreTrainedModel:

@@ -1,0 +1,90 @@
+"""Held-out evaluation: greedy, counted by hand on a model whose tokens are known, and invisible to training."""
+
+from typing import Any
+
+import pytest
+
+import tiny_models
+from rollout import RolloutConfig, RolloutEngine, RolloutGroup, SamplingParams
+from trainer.evaluation import evaluate
+from trainer.rows import Row
+from trainer.tasks import exact_match
+
+CONFIG = RolloutConfig(block_size=4, num_blocks=64, max_model_len=24, max_num_seqs=8, max_num_batched_tokens=64)
+TOKENIZER = tiny_models.byte_tokenizer()
+EQUALS, FOUR, THREE, TWO, X = TOKENIZER("=432x", add_special_tokens=False)["input_ids"]
+# after "=" a 4 is likelier than a 3; both go on to a 2, which ends; an x repeats for ever
+CHAIN = {EQUALS: {FOUR: 0.6, THREE: 0.4}, FOUR: TWO, THREE: TWO, TWO: tiny_models.EOS, X: X}
+GREEDY_IN_NAME_ONLY = SamplingParams(temperature=3.0, top_k=2, top_p=0.9, min_p=0.1, max_new_tokens=2, seed=0)
+
+
+@pytest.fixture(scope="module")
+def engine() -> RolloutEngine:
+    size = tiny_models.TEXT_VOCAB
+    return RolloutEngine(tiny_models.chain_model(CHAIN, hidden=size, eos_token_id=tiny_models.EOS), TOKENIZER, CONFIG)
+
+
+def _length(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    return [float(len(ids)) for ids in completion_ids]
+
+
+def test_pass_at_1_is_the_share_of_right_rows_and_an_over_long_one_is_wrong(engine: RolloutEngine) -> None:
+    # completions are 42, 42, 42 and xxxxx; the last prompt has more tokens than the model takes
+    prompts = {"1=": "42", "2=": 42, "3=": "32", "x": "xxxxx", "9" * 30 + "=": "42"}
+    rows = [Row(prompt, answer) for prompt, answer in prompts.items()]
+    metrics = evaluate(engine, rows, exact_match, GREEDY_IN_NAME_ONLY, max_new_tokens=5, step=0)
+    assert metrics == {"eval/reward": 3 / 5, "eval/pass@1": 3 / 5, "eval/num_errors": 1.0}
+    assert engine.stats().num_free_blocks == engine.stats().num_blocks
+
+
+@pytest.mark.parametrize("step", [0, 7])
+def test_every_completion_is_the_greedy_one(engine: RolloutEngine, step: int) -> None:
+    # drawn at temperature 3, all forty would be 42 once in 10 million times or less
+    rows = [Row(f"{i}=", "42") for i in range(40)]
+    metrics = evaluate(engine, rows, exact_match, GREEDY_IN_NAME_ONLY, max_new_tokens=8, step=step)
+    assert metrics["eval/pass@1"] == 1.0
+
+
+@pytest.mark.parametrize(("limit", "length"), [(1, 1), (2, 2), (3, 3), (9, 3)])
+def test_length_limit_is_the_evaluation_s_own(engine: RolloutEngine, limit: int, length: int) -> None:
+    # "42" and the end token
+    metrics = evaluate(engine, [Row("1=", "")], _length, GREEDY_IN_NAME_ONLY, limit, step=0)
+    assert metrics["eval/reward"] == float(length)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "mean", "passed"), [([0.5, 0.5], 0.5, 0.0), ([1.0, 0.999], 0.9995, 0.5), ([3.0, -1.0], 1.0, 0.5)]
+)
+def test_reward_of_one_or_more_passes(engine: RolloutEngine, rewards: list[float], mean: float, passed: float) -> None:
+    rows = [Row("1=", "42"), Row("2=", "42")]
+    metrics = evaluate(engine, rows, lambda **_: rewards, GREEDY_IN_NAME_ONLY, 4, step=0)
+    assert (metrics["eval/reward"], metrics["eval/pass@1"]) == (pytest.approx(mean), passed)
+
+
+def test_no_row_that_can_be_taken(engine: RolloutEngine) -> None:
+    def needs_a_column(completions: list[str], level: list[int]) -> list[float]:
+        return [1.0] * len(completions)
+
+    rows = [Row("9" * 30, "1", {"level": 1})] * 2
+    metrics = evaluate(engine, rows, needs_a_column, GREEDY_IN_NAME_ONLY, 4, step=0)
+    assert metrics == {"eval/reward": 0.0, "eval/pass@1": 0.0, "eval/num_errors": 2.0}
+
+
+def _training_step(engine: RolloutEngine, step: int) -> list[RolloutGroup]:
+    prompts = tiny_models.random_prompts([3, 9, 5], seed=step)
+    sampling = SamplingParams(temperature=1.0, max_new_tokens=6, seed=4)
+    return engine.generate_rollouts(prompts, 3, sampling, step=step, keys=[3 * step + i for i in range(3)])
+
+
+def test_evaluation_leaves_the_next_rollouts_as_they_would_have_been() -> None:
+    rows = [Row(prompt, None) for prompt in tiny_models.random_prompts([2, 11, 30, 7])]  # type: ignore[arg-type]
+    model = tiny_models.shared_model("qwen3")
+    with RolloutEngine(model, None, CONFIG) as alone, RolloutEngine(model, None, CONFIG) as between:
+        expected = [_training_step(alone, step) for step in range(3)]
+        seen = []
+        for step in range(3):
+            evaluate(between, rows, _length, SamplingParams(seed=4), 5, step)
+            seen.append(_training_step(between, step))
+    # groups are compared whole: ids, log-probs in every bit, keys, policy version
+    assert seen == expected
+    assert len({tuple(r.completion_ids) for groups in seen for group in groups for r in group.rollouts}) > 20

@@ -1,0 +1,332 @@
+"""Rewards: any callable is found and gets its own copies in order; whatever is not a finite number stops here."""
+
+import functools
+import math
+import re
+from collections import Counter
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rollout import Rollout, RolloutError, RolloutGroup
+from trainer.config import ConfigError, RewardConfig, TaskConfig
+from trainer.rewards import load_reward, make_reward, reward_name, score, shuffled
+from trainer.rows import Row
+from trainer.tasks import exact_match, final_answer, make_task, numeric
+
+
+def _groups(*texts: list[str]) -> list[RolloutGroup]:
+    return [
+        RolloutGroup([g], [Rollout(i, [g, i], [-1.0] * 2, [-1.0] * 2, t, "stop", 0) for i, t in enumerate(group)], g, 0)
+        for g, group in enumerate(texts)
+    ]
+
+
+ROWS = [Row("1+1=", "2", {"level": 3, "tags": ["a"]}), Row([{"role": "user", "content": "hi"}], 7, {"level": 4})]
+GROUPS = _groups(["2", "3", "4"], ["5", "6", "7"])
+COMPLETIONS = ["2", "3", "4", "5", "6", "7"]
+
+
+# -- finding the function -----------------------------------------------------------------------------------------
+
+MODULE = """
+import functools
+def plain(completions): return [float(len(text)) for text in completions]
+async def later(completions): return [1.0]
+class Scorer:
+    factor = 2.0
+    def __call__(self, completions): return [self.factor] * len(completions)
+    def method(self, completions): return [self.factor + 1] * len(completions)
+    async def later(self, completions): return [1.0]
+class Later:
+    async def __call__(self, completions): return [1.0]
+instance, later_instance = Scorer(), Later()
+bound, later_bound = instance.method, instance.later
+anonymous = lambda completions: [5.0] * len(completions)
+def scaled(completions, factor): return [factor] * len(completions)
+part = functools.partial(scaled, factor=6.0)
+later_part = functools.partial(later)
+number = 3
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("")
+    (tmp_path / "package" / "judge.py").write_text(MODULE)
+    (tmp_path / "judge.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return "package.judge"
+
+
+@pytest.mark.parametrize("path", ["package.judge:plain", "package.judge.plain", "judge.py:plain", "./judge.py:plain"])
+def test_dotted_path_and_file(module: str, path: str) -> None:
+    assert load_reward(path)(["a", "bcd"]) == [1.0, 3.0]
+
+
+def test_file_in_another_folder_whose_name_has_dots_and_spaces(tmp_path: Path) -> None:
+    file = tmp_path / "my rewards v1.2" / "judge-1.py"
+    file.parent.mkdir()
+    file.write_text("def f(completions): return [9.0]\n")
+    assert load_reward(f"{file}:f")(["a"]) == [9.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "reward"), [("instance", 2.0), ("bound", 3.0), ("anonymous", 5.0), ("part", 6.0), ("plain", 1.0)]
+)
+def test_any_callable_scores(module: str, name: str, reward: float) -> None:
+    function = load_reward(f"judge.py:{name}")
+    assert score(function, ROWS, GROUPS) == [[reward] * 3, [reward] * 3]
+    assert reward_name(function)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "judge.py:later",
+        "judge.py:later_bound",
+        "judge.py:later_part",
+        # exposes: an instance whose __call__ is async is not refused until a whole step has been rolled out
+        "judge.py:later_instance",
+    ],
+)
+def test_async_is_refused(module: str, path: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^reward\.path='{re.escape(path)}': async"):
+        load_reward(path)
+
+
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [
+        ("nosuch.py:f", "file 'nosuch.py' does not exist"),
+        ("judge.py:nosuch", "'judge.py' has no function 'nosuch'"),
+        ("judge.py:number", "'judge.py' has no function 'number'"),
+        ("package.nosuch:f", "No module named 'package.nosuch'"),
+        ("nosuch_package.judge.f", "No module named 'nosuch_package'"),
+        ("package.judge:nosuch", "has no function 'nosuch'"),
+        ("plain", "use package.module:function or FILE.py:function"),
+        (":plain", "use package.module:function or FILE.py:function"),
+        ("judge.py:", "use package.module:function or FILE.py:function"),
+    ],
+)
+def test_missing_function_is_named(module: str, path: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_reward(path)
+    assert str(caught.value).startswith(f"reward.path={path!r}: ")
+    assert problem in str(caught.value)
+
+
+# exposes: the file's module is not in sys.modules while it runs, which dataclasses need for annotations that are text
+def test_file_may_define_dataclasses(tmp_path: Path) -> None:
+    file = tmp_path / "with_dataclass.py"
+    file.write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+        "@dataclass\nclass Weights:\n    right: float = 2.0\n"
+        "def f(completions): return [Weights().right] * len(completions)\n"
+    )
+    assert load_reward(f"{file}:f")(["a"]) == [2.0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "function"), [("task", final_answer), ("exact_match", exact_match), ("numeric", numeric)]
+)
+def test_configured_kind(kind: str, function: Callable[..., Any]) -> None:
+    assert make_reward(RewardConfig(kind=kind), make_task(TaskConfig(), 0)) is function
+
+
+def test_configured_custom_function(module: str) -> None:
+    config = RewardConfig(kind="custom", path="judge.py:anonymous")
+    assert make_reward(config, make_task(TaskConfig(), 0))(["a"]) == [5.0]
+
+
+# -- what the function is given -----------------------------------------------------------------------------------
+
+
+def test_columns_are_aligned_and_repeated_for_every_completion() -> None:
+    seen: dict[str, Any] = {}
+
+    def take_all(**arguments: Any) -> list[float]:
+        seen.update(arguments)
+        return [0.0] * 6
+
+    score(take_all, ROWS, GROUPS)
+    assert seen == {
+        "prompts": [ROWS[0].prompt] * 3 + [ROWS[1].prompt] * 3,
+        "completions": COMPLETIONS,
+        "completion_ids": [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [1, 2]],
+        "answer": ["2"] * 3 + [7] * 3,
+        "level": [3] * 3 + [4] * 3,
+        "tags": [["a"]] * 3 + [None] * 3,
+    }
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda completions: [float(text) for text in completions],
+        lambda level, completions: [float(text) + 0 * a for text, a in zip(completions, level, strict=True)],
+        lambda completions, unknown=1: [float(text) * unknown for text in completions],
+        lambda *, completion_ids, **rest: [float(text) for text in rest["completions"]],
+        functools.partial(lambda completions, shift: [float(text) + shift for text in completions], shift=0),
+    ],
+)
+def test_function_gets_the_arguments_it_names(function: Callable[..., Any]) -> None:
+    assert score(function, ROWS, GROUPS) == [[2.0, 3.0, 4.0], [5.0, 6.0, 7.0]]
+
+
+def test_groups_of_uneven_size_and_none_at_all() -> None:
+    groups = _groups(["1"], ["2", "3"])
+    assert score(lambda completions: [float(text) for text in completions], ROWS, groups) == [[1.0], [2.0, 3.0]]
+    assert score(lambda completions, level: [float(text) for text in completions], [], []) == []
+
+
+def test_what_a_function_does_to_its_arguments_stays_with_it() -> None:
+    rows = [Row([{"role": "user", "content": "hi"}], ["7"], {"meta": {"k": [1]}})]
+    groups = _groups(["a", "b"])
+
+    def vandal(prompts: Any, completions: Any, completion_ids: Any, answer: Any, meta: Any) -> list[float]:
+        assert (prompts[1], answer[1], meta[1]) == ([{"role": "user", "content": "hi"}], ["7"], {"k": [1]})
+        assert (completions, completion_ids) == (["a", "b"], [[0, 0], [0, 1]])
+        prompts[0][-1]["content"] = answer[0][0] = meta[0]["k"][0] = completions[0] = "changed"
+        completion_ids[0].append(9)
+        return [0.0, 1.0]
+
+    # the second call asserts that the first one left no trace
+    assert [score(vandal, rows, groups) for _ in range(2)] == [[[0.0, 1.0]]] * 2
+    assert rows == [Row([{"role": "user", "content": "hi"}], ["7"], {"meta": {"k": [1]}})]
+    assert groups == _groups(["a", "b"])
+
+
+# exposes: rewards are counted against `completions` after the function may have changed that list
+@pytest.mark.parametrize("change", [list.pop, list.clear, lambda texts: texts.append("more")])
+def test_function_may_use_up_its_list_of_completions(change: Callable[[list[str]], Any]) -> None:
+    def hungry(completions: list[str]) -> list[float]:
+        rewards = [float(text) for text in completions]
+        change(completions)
+        return rewards
+
+    assert score(hungry, ROWS, GROUPS) == [[2.0, 3.0, 4.0], [5.0, 6.0, 7.0]]
+
+
+# -- what it may return -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        [1, 0, 1.5, -2, True, 0.0],
+        (1, 0, 1.5, -2, 1, 0),
+        np.array([1, 0, 1.5, -2, 1, 0], np.float32),
+        [np.float32(1), np.int64(0), np.float64(1.5), np.float16(-2), 1, 0],
+        torch.tensor([1, 0, 1.5, -2, 1, 0], dtype=torch.bfloat16),
+        torch.tensor([1, 0, 1.5, -2, 1, 0], requires_grad=True),
+    ],
+)
+def test_numbers_of_any_kind_become_floats(returned: Any) -> None:
+    rewards = score(lambda **_: returned, ROWS, GROUPS)
+    assert rewards == [[1.0, 0.0, 1.5], [-2.0, 1.0, 0.0]]
+    assert {type(value) for group in rewards for value in group} == {float}
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        math.nan,
+        math.inf,
+        -math.inf,
+        None,
+        "1",
+        [1.0],
+        1j,
+        Fraction(1, 2),
+        np.float32("nan"),
+        # exposes: math.isfinite raises OverflowError for it
+        10**400,
+        # exposes: finite in fp64, but infinite in the fp32 that advantages are computed in
+        1e300,
+    ],
+    ids=lambda bad: repr(bad)[:12],
+)
+def test_value_that_is_no_finite_number_is_named_with_its_place(bad: Any) -> None:
+    def my_judge(completions: list[str]) -> list[Any]:
+        return [*([1.0] * 4), bad, math.nan]
+
+    with pytest.raises(RolloutError, match=rf"^reward my_judge returned {re.escape(repr(bad))} for completion 4;"):
+        score(my_judge, ROWS, GROUPS)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 5, 7])
+def test_wrong_count_is_named(count: int) -> None:
+    def my_judge(completions: list[str]) -> list[float]:
+        return [1.0] * count
+
+    with pytest.raises(RolloutError, match=f"^reward my_judge returned {count} values for 6 completions"):
+        score(my_judge, ROWS, GROUPS)
+
+
+@pytest.mark.parametrize(
+    ("returned", "kind"),
+    [
+        (None, "NoneType"),
+        (1.0, "float"),
+        ("111111", "str"),
+        ({0: 1.0}, "dict"),
+        (np.float64(1.0), "float64"),
+        (torch.tensor(1.0), "Tensor"),
+        (map(float, COMPLETIONS), "map"),
+    ],
+)
+def test_what_is_no_list_is_named(returned: Any, kind: str) -> None:
+    class MyJudge:
+        def __call__(self, completions: list[str]) -> Any:
+            return returned
+
+    with pytest.raises(RolloutError, match=f"^reward MyJudge returned {kind}; it must return a list of numbers"):
+        score(MyJudge(), ROWS, GROUPS)
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (exact_match, "exact_match"),
+        (functools.partial(numeric), "partial"),
+        ([].append, "append"),
+        (lambda: 0, "<lambda>"),
+    ],
+)
+def test_every_callable_has_a_name(function: Callable[..., Any], name: str) -> None:
+    assert reward_name(function) == name
+
+
+# -- the control --------------------------------------------------------------------------------------------------
+
+DEALT = [[0.0, 1.0, 2.0], [3.0], [4.0, 5.0, 5.0, 7.0]]
+
+
+def test_shuffled_keeps_the_rewards_and_the_groups_sizes() -> None:
+    dealt = shuffled(DEALT, seed=0, step=3)
+    assert [len(group) for group in dealt] == [3, 1, 4]
+    assert Counter(value for group in dealt for value in group) == Counter({0: 1, 1: 1, 2: 1, 3: 1, 4: 1, 5: 2, 7: 1})
+
+
+def test_shuffled_is_a_function_of_seed_and_step() -> None:
+    rewards = [[float(i) for i in range(40)]]
+    drawn = [shuffled(rewards, seed, step) for seed in (0, 1) for step in (0, 1)]
+    # 40! orders: two equal ones by chance have odds below 1e-40
+    assert len({tuple(group[0]) for group in [*drawn, rewards]}) == 5
+    assert shuffled(rewards, 1, 0) == drawn[2]
+
+
+def test_shuffled_moves_rewards_from_every_group_to_every_place() -> None:
+    tables = [shuffled([[1.0, 0.0], [0.0, 0.0]], 0, step) for step in range(2000)]
+    counts = [sum(table[g][i] for table in tables) for g in (0, 1) for i in (0, 1)]
+    # 500 each, with a standard deviation of 19.4: beyond five of them lies 1 in a million
+    assert sum(counts) == 2000
+    assert all(abs(count - 500) < 97 for count in counts)
