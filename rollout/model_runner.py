@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from rollout.kv_cache import KVCache
 from rollout.sampler import SampledTokens, sample
-from rollout.scheduler import Chunk, ScheduledBatch
+from rollout.scheduled import Chunk, ScheduledBatch
 from rollout.sequence import Request, Sequence
 from rollout.views import AttentionContext, raw_logits
 from rollout_kernels.attention import AttentionTiles
@@ -56,6 +56,10 @@ class ModelRunner:
         sampled = sample(pad_rows(torch.stack(rows), self.row_multiple), drawing)
         self._last_tokens[torch.tensor([s.slot for s in drawing], device=self.device)] = sampled.ids
         return drawing, sampled, prefilled
+
+    def copy_last_token(self, source: int, destination: int) -> None:
+        """A sequence was forked: its last token is the fork's too."""
+        self._last_tokens[destination] = self._last_tokens[source]
 
     @staticmethod
     def _stored_logits(request: Request) -> Tensor:
@@ -120,7 +124,7 @@ class ModelRunner:
         for row, chunk in zip(starts, chunks, strict=False):
             shared = self._shared_segments(chunk)
             if shared:
-                siblings[chunk.sequence.request].append((int(row), chunk))
+                siblings[chunk.sequence.request.family].append((int(row), chunk))
             else:
                 spans.append(self._span(int(row), chunk, 0))
         for members in siblings.values():

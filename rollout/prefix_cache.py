@@ -51,7 +51,8 @@ class PrefixCache:
 
     def match(self, key: CacheKey, token_ids: Sequence[int], max_tokens: int) -> list[int]:
         """Blocks that hold the longest cached prefix of token_ids, at most max_tokens of it, in order of position."""
-        node, found = self._roots.get(key), []
+        node = self._roots.get(key)
+        found: list[int] = []
         size = self.block_size
         while node is not None and (len(found) + 1) * size <= max_tokens:
             start = len(found) * size
@@ -60,21 +61,26 @@ class PrefixCache:
                 found.append(node.block)
         return found
 
-    def insert(self, key: CacheKey, token_ids: Sequence[int], blocks: Sequence[int], first: int) -> None:
-        """Register blocks[first:], which hold token_ids in full blocks; where the tokens are cached already, that stays.
+    def extend(
+        self, key: CacheKey, after: CachedBlock | None, tokens: tuple[int, ...], block: int
+    ) -> CachedBlock | None:
+        """Register `block`, which holds `tokens`, behind the node `after` (None: at the front); returns its node.
 
-        Does nothing if the blocks before `first` are no longer cached.
+        Where the same tokens are cached already, that block stays and its node is returned. None if `after` is no
+        longer cached, so that nothing could find the block.
         """
-        node = self._roots.setdefault(key, CachedBlock(0, (), None))
-        size = self.block_size
-        for i, block in enumerate(blocks):
-            tokens = tuple(token_ids[i * size : (i + 1) * size])
-            child = node.children.get(tokens)
-            if child is None:
-                if i < first or block in self._nodes:
-                    return
-                child = node.children[tokens] = self._nodes[block] = CachedBlock(block, tokens, node)
-            node = child
+        if after is None:
+            after = self._roots.setdefault(key, CachedBlock(0, (), None))
+        elif self._nodes.get(after.block) is not after:
+            return None
+        node = after.children.get(tokens)
+        if node is None:
+            node = after.children[tokens] = self._nodes[block] = CachedBlock(block, tokens, after)
+        return node
+
+    def node(self, block: int) -> CachedBlock:
+        """The node of a cached block."""
+        return self._nodes[block]
 
     def acquire(self, block: int) -> None:
         """A sequence holds an idle block again."""
