@@ -23,6 +23,12 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.cache = PrefixCache(block_size)
+        self.reset()
+
+    def reset(self) -> None:
+        """Every block is free and nothing is cached, whatever was held."""
+        self.cache.clear()
+        num_blocks = self.num_blocks
         self._free = list(range(num_blocks, NULL_BLOCK, -1))
         self._ref_counts = [0] * (num_blocks + 1)
         self.num_shared_blocks = 0

@@ -30,7 +30,7 @@ from rollout.scheduler import Scheduler
 from rollout.sequence import Request, Sequence
 from rollout.stats import EngineStats, Meter
 from rollout.types import FinishReason, Rollout, RolloutGroup
-from rollout.views import check_shared, make_view, training_view
+from rollout.views import check_shared, identify, make_view, training_view
 from rollout.weights import WeightWatch, check_update
 
 logger = logging.getLogger(__name__)
@@ -80,6 +80,7 @@ class RolloutEngine:
             prefix_cache=config.prefix_cache,
         )
         self._cache: KVCache | None = KVCache(self.layer_group, num_blocks, config.block_size, self.device)
+        self._identity = identify(self.module)
         view = make_view(self.module, exact=self.exact)
         self._runner: ModelRunner | None = ModelRunner(view, self._cache, config.max_num_seqs, exact=self.exact)
         self._watch = WeightWatch(self.module)
@@ -187,6 +188,11 @@ class RolloutEngine:
                 for handle, rollout in self.step():
                     if handle in places:
                         yield places[handle], rollout
+        except GeneratorExit:
+            raise
+        except BaseException:
+            self._abort_all()
+            raise
         finally:
             for handle in places:
                 if not handle.done:
@@ -371,11 +377,13 @@ class RolloutEngine:
         return ended
 
     def _abort_all(self) -> None:
+        """After an error or an interrupt, wherever it struck: nothing runs, and every block is free."""
+        self.scheduler.abort_all()
         with self._lock:
             self._submitted, self._aborted = [], []
-            requests = list(self._handles)
-        for request in requests:
-            self._abort(request)
+            for handle in self._handles.values():
+                handle.done = True
+            self._handles.clear()
 
     def fork(
         self,
@@ -445,7 +453,8 @@ class RolloutEngine:
         KV of earlier versions cannot be found any more. Requests that wait run under the new weights. If some have
         begun: "refuse" raises, "abort" ends them; "drain" is refused, since their weights are gone (drain() before).
         """
-        check_shared(self.module, self._ready().view)
+        self._ready()
+        check_shared(self.module, self._identity)
         if running == "drain" and self.scheduler.has_begun:
             raise RolloutError('running="drain": the old weights are gone already; call drain() before changing them')
         self._settle(running)

@@ -97,6 +97,11 @@ class KVCache:
         self.keys[layer].view(-1, self.group.head_dim).index_copy_(0, rows, keys)
         self.values[layer].view(-1, self.group.head_dim).index_copy_(0, rows, values)
 
+    def clear(self) -> None:
+        """Overwrite what is stored: a masked position has a weight of 0, and 0 times a stale nan would be nan."""
+        self.keys.zero_()
+        self.values.zero_()
+
     def flat(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer as [units, unit, head_dim]."""
         shape = (-1, self.unit, self.group.head_dim)

@@ -1,6 +1,7 @@
 """Models from a directory, checked before they are used."""
 
 import inspect
+import json
 import logging
 from pathlib import Path
 
@@ -35,12 +36,14 @@ def resolve_device(device: str) -> torch.device:
     return torch.device(device)
 
 
+def _unsupported(model_type: str | None) -> RolloutError:
+    return RolloutError(f"model_type={model_type!r} is not supported; supported: {', '.join(SUPPORTED_MODEL_TYPES)}")
+
+
 def check_config(config: PretrainedConfig) -> None:
     """Refuse a model kind that the engine cannot run right."""
     if config.model_type not in SUPPORTED_MODEL_TYPES:
-        raise RolloutError(
-            f"model_type={config.model_type!r} is not supported; supported: {', '.join(SUPPORTED_MODEL_TYPES)}"
-        )
+        raise _unsupported(config.model_type)
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = {part.get("rope_type", "default") for part in rope.values() if isinstance(part, dict)}
     for kind in kinds or {rope.get("rope_type", "default")}:
@@ -87,6 +90,9 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 def load_model(path: str | Path, dtype: str = "auto", device: torch.device | str = "cpu") -> PreTrainedModel:
     """A causal language model from a directory of safetensors, in `dtype`, on `device`, in eval mode."""
     directory = check_directory(path, needs_tokenizer=False)
+    model_type = json.loads((directory / "config.json").read_text()).get("model_type")
+    if model_type not in SUPPORTED_MODEL_TYPES:
+        raise _unsupported(model_type)
     config = AutoConfig.from_pretrained(directory, local_files_only=True)
     check_config(config)
     device = torch.device(device)
@@ -95,7 +101,12 @@ def load_model(path: str | Path, dtype: str = "auto", device: torch.device | str
         logger.warning("model is stored in %s; dtype=auto runs it in %s", config.dtype, wanted)
     # `.to(bfloat16)` after loading would round the rotary frequencies too
     model, info = AutoModelForCausalLM.from_pretrained(
-        directory, config=config, dtype=wanted, local_files_only=True, output_loading_info=True
+        directory,
+        config=config,
+        dtype=wanted,
+        local_files_only=True,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # reported below, with the others
     )
     for problem in ("missing_keys", "mismatched_keys"):
         if info[problem]:

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rollout.errors import RolloutError
 from rollout.kv_cache import KVCache
 from rollout.sampler import SampledTokens, sample
 from rollout.scheduled import Chunk, ScheduledBatch
@@ -54,6 +55,9 @@ class ModelRunner:
         if not drawing:
             return [], None, prefilled
         sampled = sample(pad_rows(torch.stack(rows), self.row_multiple), drawing)
+        if not bool(sampled.raw_logprobs.isfinite().all()):
+            self.cache.clear()
+            raise RolloutError("the model's logits are not finite: its weights are broken, or its dtype is too narrow")
         self._last_tokens[torch.tensor([s.slot for s in drawing], device=self.device)] = sampled.ids
         return drawing, sampled, prefilled
 

@@ -1,8 +1,10 @@
 """Prompts to ids, completions to text, and the ids that end a completion."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import operator
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jinja2
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rollout.errors import RolloutError
@@ -18,10 +20,8 @@ def encode_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, voc
         ids = _encode_text(prompt, _need_tokenizer(tokenizer))
     elif isinstance(prompt, Sequence) and prompt and all(isinstance(part, Mapping) for part in prompt):
         ids = _encode_messages(prompt, _need_tokenizer(tokenizer))  # type: ignore[arg-type]
-    elif isinstance(prompt, Iterable) and all(_is_id(part) for part in prompt):
-        ids = [int(part) for part in prompt]  # type: ignore[arg-type]
     else:
-        raise RolloutError(f"{_short(prompt)} is neither a string, a list of token ids nor a list of chat messages")
+        ids = _ids(prompt)
     if not ids:
         raise RolloutError(f"{_short(prompt)} is empty: it has no tokens, and this tokenizer puts no BOS before it")
     outside = [i for i in ids if not 0 <= i < vocab_size]
@@ -30,12 +30,18 @@ def encode_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, voc
     return ids
 
 
-def _is_id(part: object) -> bool:
-    return hasattr(part, "__index__") and not isinstance(part, bool)
+def _ids(prompt: object) -> list[int]:
+    try:
+        parts = list(prompt)  # type: ignore[call-overload]
+        if not any(isinstance(part, bool) for part in parts):
+            return [operator.index(part) for part in parts]
+    except TypeError:
+        pass
+    raise RolloutError(f"{_short(prompt)} is neither a string, a list of token ids nor a list of chat messages")
 
 
 def _short(prompt: object) -> str:
-    text = repr(prompt)
+    text = " ".join(repr(prompt).split())
     return text if len(text) <= 80 else text[:77] + "..."
 
 
@@ -55,9 +61,12 @@ def _encode_text(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def _encode_messages(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> list[int]:
     if not tokenizer.chat_template:
         raise RolloutError("the prompt is a list of chat messages, but the tokenizer has no chat template: use strings")
-    ids: list[int] = tokenizer.apply_chat_template(
-        [dict(message) for message in messages], tokenize=True, add_generation_prompt=True, return_dict=False
-    )
+    try:
+        ids: list[int] = tokenizer.apply_chat_template(
+            [dict(message) for message in messages], tokenize=True, add_generation_prompt=True, return_dict=False
+        )
+    except jinja2.TemplateError as error:
+        raise RolloutError(f"the chat template refuses {_short(messages)}: {error}") from error
     return ids
 
 

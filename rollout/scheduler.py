@@ -7,7 +7,6 @@ again later. The sequence at the head of `running` is never preempted for anothe
 """
 
 from collections import deque
-from collections.abc import Iterable
 
 from rollout.block_pool import BlockPool, BlockTable
 from rollout.scheduled import Chunk, ScheduledBatch, SchedulerStats
@@ -323,13 +322,11 @@ class Scheduler:
         request.unforked.clear()
 
     def abort_all(self) -> None:
-        """Drop everything that waits or runs; every block is free afterwards."""
-        for request in self._requests():
-            self.abort(request)
-
-    def _requests(self) -> Iterable[Request]:
-        begun = [s.request for s in (*self.running, *self.preempted)]
-        return list(dict.fromkeys([*self.waiting, *self.forking, *begun]))
+        """Drop everything that waits or runs, wherever an interrupt has struck: every block and slot is free."""
+        self.pool.reset()
+        self._free_slots = list(range(self.max_num_seqs - 1, -1, -1))
+        self.waiting, self.preempted = deque(), deque()
+        self.forking, self.running = [], []
 
     def check_integrity(self) -> None:
         """Raise if blocks or slots are not exactly those of the live sequences."""

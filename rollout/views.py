@@ -124,11 +124,11 @@ def _shared_tensors(module: nn.Module) -> dict[str, Tensor]:
 def make_view(module: PreTrainedModel, *, exact: bool) -> PreTrainedModel:
     """A module tree over `module`'s own parameters and buffers, in eval mode, attending through this engine."""
     memo: dict[int, Any] = {id(tensor): tensor for tensor in _shared_tensors(module).values()}
+    for nested in module.modules():
+        # the caller's hooks are for the caller's forwards, and may not be copyable
+        memo |= {id(v): type(v)() for name, v in vars(nested).items() if "hooks" in name and isinstance(v, dict)}
     view = copy.deepcopy(module, memo)
     view.set_attn_implementation(ATTENTION_NAME)
-    for nested in view.modules():
-        nested._forward_hooks.clear()
-        nested._forward_pre_hooks.clear()
     if exact:
         for substitute in SUBSTITUTIONS:
             substitute(view)
@@ -154,11 +154,19 @@ def training_view(module: PreTrainedModel, *, exact: bool, gradient_checkpointin
     return view
 
 
-def check_shared(module: PreTrainedModel, view: PreTrainedModel) -> None:
-    """Raise if the caller's module no longer has the tensors that the view reads."""
-    theirs, ours = _shared_tensors(module), _shared_tensors(view)
-    for name, tensor in ours.items():
-        if name not in theirs or theirs[name].data_ptr() != tensor.data_ptr() or theirs[name].shape != tensor.shape:
+Identity = dict[str, tuple[int, torch.dtype, torch.Size]]
+
+
+def identify(module: PreTrainedModel) -> Identity:
+    """Where a module's parameters and persistent buffers lie, and what they are."""
+    return {name: (t.data_ptr(), t.dtype, t.shape) for name, t in _shared_tensors(module).items()}
+
+
+def check_shared(module: PreTrainedModel, expected: Identity) -> None:
+    """Raise if the caller's module no longer has the tensors that the views read."""
+    now = identify(module)
+    for name, identity in expected.items():
+        if now.get(name) != identity:
             raise RolloutError(
                 f"{name} is no longer the tensor that the engine reads (replaced by .to(), .data = or a resize): update"
                 " weights in place, or make a new engine"

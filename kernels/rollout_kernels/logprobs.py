@@ -26,7 +26,8 @@ def kept_tokens(z: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tenso
     mass = torch.where(keep, (ranked.double() - ranked[:, :1].double()).exp(), 0.0)
     mass = mass / mass.sum(-1, keepdim=True)
     before = mass.cumsum(-1) - mass
-    keep &= (before < top_p[:, None]) | (rank == 0)
+    # all of it where top_p is 1: the mass before the last tokens of a tail may round to 1
+    keep &= (before < top_p[:, None]) | (rank == 0) | (top_p[:, None] >= 1.0)
     keep &= ranked >= ranked[:, :1] + min_p.log()[:, None]
     return torch.zeros_like(keep).scatter_(-1, order, keep)
 

@@ -1,6 +1,7 @@
 """The engine as a whole: what a rollout may depend on, that blocks come back, bad input, and the caller's module."""
 
 import copy
+import os
 import re
 import sys
 import threading
@@ -135,14 +136,14 @@ def test_rollouts_do_not_depend_on_earlier_calls(alone: list[Any]) -> None:
             assert [contents(group) for group in groups] == alone
 
 
-def test_a_pool_of_stale_nans_is_as_good_as_a_new_one(alone: list[Any]) -> None:
-    """Weights that were broken during one call, and mended in place, leave nothing behind."""
-    # exposes: NaN keys and values stay in the pool, and a masked NaN still makes NaN of a row
+def test_broken_weights_are_an_error_and_leave_nothing_behind(alone: list[Any]) -> None:
+    """NaN keys and values that stayed in the pool would spoil rows that only mask them."""
     model = random_model("qwen3")
     right = copy.deepcopy(model.state_dict())
     with small_engine(model) as engine, torch.no_grad():
         model.model.layers[0].self_attn.v_proj.weight.fill_(torch.nan)
-        engine.generate_rollouts(PROMPTS, 4, SAMPLING)
+        with pytest.raises(RolloutError, match="not finite"):
+            engine.generate_rollouts(PROMPTS, 4, SAMPLING)
         model.load_state_dict(right)
         assert [contents(group) for group in engine.generate_rollouts(PROMPTS, 4, SAMPLING)] == alone
 
@@ -213,7 +214,6 @@ def by_converting(model: PreTrainedModel) -> None:
     model.to(torch.bfloat16)
 
 
-# exposes: by_converting, which changes the data under the shared Parameters, is not noticed until a forward breaks
 @pytest.mark.parametrize("replace", [by_a_new_parameter, by_resizing, by_converting])
 def test_weights_that_are_other_tensors_are_noticed(replace: Callable[[PreTrainedModel], None]) -> None:
     model = random_model()
@@ -264,7 +264,6 @@ def test_the_callers_module_is_left_as_it_was(training: bool) -> None:
 
 def test_hooks_that_cannot_be_copied_do_no_harm() -> None:
     """A hook that is a method of an object with a lock, as profilers and trackers have."""
-    # exposes: TypeError, cannot pickle '_thread.lock' object
 
     class Tracker:
         def __init__(self) -> None:
@@ -361,6 +360,24 @@ def test_an_error_in_a_forward_gives_everything_back(
     assert completions(engine.generate_rollouts(PROMPTS, 4, SAMPLING)) == expected
 
 
+def test_a_call_within_a_call_is_refused_and_the_outer_one_goes_on(
+    monkeypatch: pytest.MonkeyPatch, alone: list[Any]
+) -> None:
+    engine = small_engine(shared_model("qwen3"))
+    assert engine._runner is not None
+    forward = engine._runner.forward
+
+    def nested(*arguments: Any) -> Any:
+        for call in (lambda: engine.generate_rollouts([[1]], 1), engine.weights_updated):
+            with pytest.raises(RolloutError, match="already generating"):
+                call()
+        return forward(*arguments)
+
+    monkeypatch.setattr(engine._runner, "forward", nested)
+    assert [contents(group) for group in engine.generate_rollouts(PROMPTS, 4, SAMPLING)] == alone
+    assert engine.policy_version == 0
+
+
 TRACED = ("scheduler", "block_pool", "sequence")
 
 
@@ -416,7 +433,6 @@ def interrupted_at(engine: RolloutEngine, line: int, *arguments: Any) -> tuple[s
 @pytest.mark.parametrize("stride", [29, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_interrupt_anywhere_in_the_bookkeeping_gives_everything_back(stride: int) -> None:
     """Ctrl-C lands between any two lines of a run that shares, copies and preempts."""
-    # exposes: what is taken but not yet in `running`, or no longer; and requests that are added before the `try`
     prompts, sampling = random_prompts([7, 10]), SamplingParams(max_new_tokens=8, seed=7)
     sizes = {"block_size": 4, "num_blocks": 7, "max_num_seqs": 4}
     engine = small_engine(shared_model("qwen3"), **sizes)
@@ -507,8 +523,8 @@ BAD_INPUT: list[tuple[tuple[Any, ...], str]] = [
     (([[True]],), "prompt 0: .* is neither"),
     (([None],), "prompt 0: None is neither"),
     (([3, 4],), "prompt 0: 3 is neither"),
-    (([torch.tensor([1.5, 2.5])],), "prompt 0: .* is neither"),  # exposes: cut to [1, 2] without a word
-    (([torch.tensor([[1, 2], [3, 4]])],), "prompt 0: .* is neither"),  # exposes: torch's own RuntimeError
+    (([torch.tensor([1.5, 2.5])],), "prompt 0: .* is neither"),
+    (([torch.tensor([[1, 2], [3, 4]])],), "prompt 0: .* is neither"),
     (("text",), "prompts is a single string"),
     (([[1]], 0), "n=0: ask for at least one"),
     (([[1]], -3), "n=-3"),
@@ -657,6 +673,22 @@ def test_generate_rollouts_without_a_model_says_what_it_uses() -> None:
     with pytest.warns(UserWarning, match="built-in tiny model, with random weights"):
         groups = generate_rollouts(["1+1="], max_new_tokens=2)
     assert [len(group.rollouts) for group in groups] == [16]
+
+
+def test_generate_rollouts_without_a_model_prefers_a_warm_started_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of those in the cache the newest: here one that can only say "no"."""
+    monkeypatch.setenv("COWROLL_CACHE", str(tmp_path))
+    tokenizer = byte_tokenizer()
+    no = tokenizer("no")["input_ids"]
+    for age, (name, answer) in enumerate({"new": no, "old": no[::-1]}.items()):
+        chain = chain_model({4: answer[0], answer[0]: answer[1]}, hidden=TEXT_VOCAB)
+        directory = save_directory(tmp_path / "warm_start" / name, chain, tokenizer)
+        os.utime(directory, (1e9 - age, 1e9 - age))
+    with pytest.warns(UserWarning, match=r"warm-started by an earlier training run .*new"):
+        (group,) = generate_rollouts(["!"], 2, max_new_tokens=2)
+    assert [made.text for made in group.rollouts] == ["no", "no"]
 
 
 def test_the_engine_of_a_context_is_used_inside_it_only() -> None:

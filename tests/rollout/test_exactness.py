@@ -5,6 +5,7 @@ The pack's forward builds the graph that a backward uses, so what holds here hol
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -101,6 +102,17 @@ def test_block_sizes_and_a_pool_that_preempts(block_size: int, num_blocks: int) 
         groups = engine.generate_rollouts(random_prompts([60, 33]), 4, sampling)
         assert (engine.stats().preemptions > 0) == (block_size * num_blocks < 400)
         assert_same_bits(engine, groups, sampling)
+
+
+@DTYPES
+@pytest.mark.parametrize("intermediate", [400, 1536])
+def test_how_completions_are_packed_changes_no_bit(threads: int, intermediate: int, dtype: torch.dtype) -> None:
+    """1,000 tokens in packs of more and more completions, whose tensors are cut among threads at other places."""
+    sampling = SamplingParams(max_new_tokens=125, seed=0)
+    with small_engine(random_model("llama", dtype=dtype, intermediate_size=intermediate), exact="require") as engine:
+        (group,) = engine.generate_rollouts(random_prompts([77]), 8, sampling)
+        for count in range(1, 9):
+            assert_same_bits(engine, [replace(group, rollouts=group.rollouts[:count])], sampling)
 
 
 @pytest.mark.parametrize(
@@ -230,7 +242,6 @@ def test_nothing_is_said_where_bits_agree(caplog: pytest.LogCaptureFixture) -> N
 @pytest.mark.parametrize("activation", ["gelu_pytorch_tanh", "quick_gelu", "mish"])
 def test_exactness_is_not_claimed_where_larger_batches_break_it(threads: int, activation: str) -> None:
     """torch's own activations compute the tail of each thread's share otherwise: seen where a tensor is split."""
-    # exposes: mish at 3 threads, since no tensor of the probe is large enough to be split among threads
     sampling = SamplingParams(max_new_tokens=40, seed=0)
     with small_engine(random_model("llama", hidden_act=activation), exact="auto") as engine:
         groups = engine.generate_rollouts(random_prompts([50, 66, 190, 131, 7, 80]), 6, sampling)

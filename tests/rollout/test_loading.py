@@ -136,7 +136,7 @@ def test_pickled_weights_alone_are_no_weights(directory: Path) -> None:
     ("values", "message"),
     [
         ({"model_type": "gpt2"}, "model_type='gpt2' is not supported; supported: qwen3, qwen2, llama"),
-        ({"model_type": "no_such_model"}, "no_such_model"),  # exposes: transformers' own ValueError
+        ({"model_type": "no_such_model"}, "no_such_model"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rope_type='dynamic'"),
         (
             {
@@ -171,7 +171,6 @@ def narrow_one(weights: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("change", [drop_one, narrow_one])
 def test_weights_that_do_not_fill_the_model_are_named(directory: Path, change: Any) -> None:
-    # exposes: narrow_one raises transformers' own RuntimeError
     edit_weights(directory, change)
     with pytest.raises(RolloutError, match=r"layers\.1\.mlp\.up_proj\.weight"):
         small_engine(directory)

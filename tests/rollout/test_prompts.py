@@ -148,7 +148,6 @@ def test_what_is_no_prompt_is_named(prompt: Any, tokenizer: PreTrainedTokenizerF
 
 def test_messages_that_the_template_refuses_are_an_error_of_that_prompt() -> None:
     """As templates do that want user and assistant to alternate."""
-    # exposes: jinja2's own TemplateError, which on_error="return" lets through
     refusing = "{% if messages | length > 1 %}{{ raise_exception('roles must alternate') }}{% endif %}" + CHAT_TEMPLATE
     with small_engine(random_model("qwen3", vocab_size=TEXT_VOCAB), byte_tokenizer(chat_template=refusing)) as engine:
         with pytest.raises(RolloutError, match=r"prompt 1: .*roles must alternate"):

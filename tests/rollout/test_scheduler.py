@@ -8,8 +8,7 @@ import pytest
 
 from rollout.block_pool import BlockPool
 from rollout.config import SamplingParams
-from rollout.scheduled import Chunk, ScheduledBatch
-from rollout.scheduler import Scheduler
+from rollout.scheduler import Chunk, ScheduledBatch, Scheduler
 from rollout.sequence import Request, Sequence
 
 Prefix = tuple[int, ...]
@@ -94,7 +93,7 @@ class Simulation:
             assert self.pool.ref_count(block) == 1, "about to write to a shared block"
             entries = self.storage.setdefault(block, {})
             entries[position % self.block_size] = tuple(sequence.token_ids[: position + 1])
-        self.scheduler.computed(chunk)
+        sequence.num_computed += chunk.count
         self.computed += chunk.count
 
     def expect_past(self, sequence: Sequence, length: int) -> None:
