@@ -2,8 +2,6 @@
 
 import dataclasses
 import logging
-import threading
-import time
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
@@ -17,19 +15,20 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rollout.block_pool import BlockPool
 from rollout.config import RolloutConfig, SamplingParams
+from rollout.core import EngineCore
 from rollout.errors import ExactnessError, RolloutError
 from rollout.exactness import check_parity, probe
 from rollout.kv_cache import KVCache, LayerGroup
 from rollout.loading import check_module, load_model, load_tokenizer, resolve_device
 from rollout.memory import pool_size
 from rollout.model_runner import ModelRunner
-from rollout.prompts import Prompt, decode_completion, end_token_ids
+from rollout.prompts import Prompt, end_token_ids
 from rollout.requests import BadPrompt, Limits, OnError, RolloutHandle, make_requests
 from rollout.sampler import TRAIN
 from rollout.scheduler import Scheduler
-from rollout.sequence import Request, Sequence
-from rollout.stats import EngineStats, Meter
-from rollout.types import FinishReason, Rollout, RolloutGroup
+from rollout.sequence import Request
+from rollout.stats import EngineStats
+from rollout.types import Rollout, RolloutGroup
 from rollout.views import check_shared, identify, make_view, training_view
 from rollout.weights import WeightWatch, check_update
 
@@ -79,17 +78,13 @@ class RolloutEngine:
             config.prefill_chunk_size,
             prefix_cache=config.prefix_cache,
         )
-        self._cache: KVCache | None = KVCache(self.layer_group, num_blocks, config.block_size, self.device)
+        self._limits = Limits(self.module.config.vocab_size, self.max_model_len, num_blocks, config.block_size)
         self._identity = identify(self.module)
-        view = make_view(self.module, exact=self.exact)
-        self._runner: ModelRunner | None = ModelRunner(view, self._cache, config.max_num_seqs, exact=self.exact)
         self._watch = WeightWatch(self.module)
-        self._meter = Meter()
-        self._handles: dict[Request, RolloutHandle] = {}
-        self._lock = threading.Lock()
-        self._step_lock = threading.Lock()
-        self._submitted: list[Request] = []
-        self._aborted: list[Request] = []
+        cache = KVCache(self.layer_group, num_blocks, config.block_size, self.device)
+        view = make_view(self.module, exact=self.exact)
+        self._runner: ModelRunner | None = ModelRunner(view, cache, config.max_num_seqs, exact=self.exact)
+        self._core = EngineCore(self.scheduler, self._runner, tokenizer, self.end_token_ids)
 
     def _check_module_matches(self) -> None:
         config = self.config
@@ -174,11 +169,12 @@ class RolloutEngine:
     def _stream(
         self, requests: Seq[Request | BadPrompt], entries: list[RolloutHandle | BadPrompt]
     ) -> Iterator[tuple[int, Rollout]]:
-        self._meter.begin_call()
+        self._core.refuse_nesting()
+        self._core.meter.begin_call()
         places: dict[RolloutHandle, int] = {}
         try:
             for place, request in enumerate(requests):
-                entries.append(request if isinstance(request, BadPrompt) else self._enqueue(request))
+                entries.append(request if isinstance(request, BadPrompt) else self._core.submit(request))
                 entry = entries[-1]
                 if isinstance(entry, RolloutHandle):
                     places[entry] = place
@@ -188,10 +184,8 @@ class RolloutEngine:
                 for handle, rollout in self.step():
                     if handle in places:
                         yield places[handle], rollout
-        except GeneratorExit:
-            raise
-        except BaseException:
-            self._abort_all()
+        except KeyboardInterrupt:  # between two steps, perhaps between submitting and noting the handle
+            self._core.abort_all()
             raise
         finally:
             for handle in places:
@@ -212,7 +206,7 @@ class RolloutEngine:
         """Queue a prompt, from any thread; step() runs it. Raises RolloutError if it is bad."""
         (request,) = self._make_requests([prompt], n, sampling, step, [key], purpose, salt, "raise")
         assert isinstance(request, Request)
-        return self._enqueue(request)
+        return self._core.submit(request)
 
     def _make_requests(
         self,
@@ -226,27 +220,18 @@ class RolloutEngine:
         on_error: OnError,
     ) -> list[Request | BadPrompt]:
         self._ready()
-        limits = Limits(self.module.config.vocab_size, self.max_model_len, self.pool.num_blocks, self.config.block_size)
         return make_requests(
             prompts,
             n,
             sampling,
             self.tokenizer,
-            limits,
+            self._limits,
             step=step,
             keys=keys,
             purpose=purpose,
             salt=salt,
             on_error=on_error,
         )
-
-    def _enqueue(self, request: Request) -> RolloutHandle:
-        handle = RolloutHandle(request)
-        request.submitted_at = time.perf_counter()
-        with self._lock:
-            self._handles[request] = handle
-            self._submitted.append(request)
-        return handle
 
     def _ready(self) -> ModelRunner:
         if self._runner is None:
@@ -259,7 +244,7 @@ class RolloutEngine:
     @property
     def has_work(self) -> bool:
         """Whether step() has something to do."""
-        return bool(self._submitted or self._aborted or self.scheduler.has_work)
+        return self._core.has_work
 
     def step(self) -> list[tuple[RolloutHandle, Rollout]]:
         """One iteration: plan, run, append. Returns the completions that ended, whoever submitted them.
@@ -267,174 +252,25 @@ class RolloutEngine:
         An error or an interrupt in the middle aborts every request, gives every block back and leaves the engine
         usable.
         """
-        runner = self._ready()
-        if not self._step_lock.acquire(blocking=False):
-            raise RolloutError("another thread is stepping this engine: submit to it instead")
-        began = time.perf_counter()
-        try:
-            ended = self._take_in()
-            self._notice_changed_weights()
-            batch = self.scheduler.schedule()
-            if batch:
-                self._meter.planned(self.scheduler, self.pool)
-                drawing, sampled, prefilled = runner.run(batch)
-                for chunk in batch.chunks:
-                    self.scheduler.computed(chunk)
-                for prompt, logits in prefilled:
-                    self.scheduler.prefilled(prompt, logits)
-                if sampled is not None:
-                    values = (sampled.ids.tolist(), sampled.logprobs.tolist(), sampled.raw_logprobs.tolist())
-                    ended += [
-                        self._end(sequence)
-                        for sequence, *drawn in zip(drawing, *values, strict=True)
-                        if self._append(sequence, *drawn)
-                    ]
-            else:
-                assert not self.scheduler.has_begun, "sequences run, but none was scheduled"
-            self._meter.forward_steps += bool(batch.chunks)
-            return ended
-        except BaseException:
-            self._abort_all()
-            raise
-        finally:
-            self._meter.seconds += time.perf_counter() - began
-            self._step_lock.release()
-
-    def _take_in(self) -> list[tuple[RolloutHandle, Rollout]]:
-        """What other threads have asked for since the last step."""
-        with self._lock:
-            submitted, aborted = self._submitted, self._aborted
-            self._submitted, self._aborted = [], []
-        for request in submitted:
-            self.scheduler.add(request)
-            self._meter.prompt_tokens += request.num_prompt_tokens
-        return [ended for request in aborted for ended in self._abort(request)]
-
-    def _append(self, sequence: Sequence, token: int, logprob: float, raw_logprob: float) -> bool:
-        """Append a drawn token; True if the sequence ends with it, its blocks free before the next plan."""
-        request = sequence.request
-        sequence.token_ids.append(token)
-        sequence.logprobs.append(logprob)
-        sequence.raw_logprobs.append(raw_logprob)
-        sequence.recomputing = False
-        self._meter.drew(sequence)
-        if request.prompt is None:  # all have forked, or the prompt will be prefilled again
-            request.logits_row = None
-        ends = request.sampling.stop_token_ids
-        if token in ends or (token in self.end_token_ids and not request.sampling.ignore_eos):
-            sequence.finish_reason = "stop"
-        elif sequence.num_tokens >= request.max_len:
-            sequence.finish_reason = "length"
-        if sequence.finish_reason is None:
-            return False
-        self.scheduler.finish(sequence)
-        self._meter.finished(sequence)
-        return True
-
-    def _end(self, sequence: Sequence) -> tuple[RolloutHandle, Rollout]:
-        """Turn a sequence that has ended into its rollout."""
-        request = sequence.request
-        handle = self._handles[request]
-        reason: FinishReason = sequence.finish_reason or "abort"
-        ids = sequence.completion_ids
-        text = decode_completion(request.prompt_ids, ids, self.tokenizer) if self.tokenizer else None
-        rollout = Rollout(
-            sequence.index, ids, sequence.logprobs, sequence.raw_logprobs, text, reason, request.policy_version
-        )
-        handle.rollouts.append(rollout)
-        if request.finished:
-            self._close_handle(request)
-        return handle, rollout
-
-    def _close_handle(self, request: Request) -> None:
-        with self._lock:
-            self._handles.pop(request).done = True
-
-    # -- aborting and forking -----------------------------------------------------------------------------------
+        self._ready()
+        return self._core.step(before=self._notice_changed_weights)
 
     def abort(self, handle: RolloutHandle) -> None:
         """Stop a request, from any thread: its blocks are free by the next step; begun completions end with "abort"."""
-        with self._lock:
-            if handle.done:
-                return
-            self._aborted.append(handle.request)
-        if self._step_lock.acquire(blocking=False):
-            try:
-                self._take_in()
-            finally:
-                self._step_lock.release()
-
-    def _abort(self, request: Request) -> list[tuple[RolloutHandle, Rollout]]:
-        if request not in self._handles:
-            return []
-        unfinished = [s for s in request.sequences if s.finish_reason is None]
-        self.scheduler.abort(request)
-        for sequence in unfinished:
-            sequence.finish_reason = "abort"
-        ended = [self._end(sequence) for sequence in unfinished]
-        if not ended:
-            self._close_handle(request)
-        return ended
-
-    def _abort_all(self) -> None:
-        """After an error or an interrupt, wherever it struck: nothing runs, and every block is free."""
-        self.scheduler.abort_all()
-        with self._lock:
-            self._submitted, self._aborted = [], []
-            for handle in self._handles.values():
-                handle.done = True
-            self._handles.clear()
+        self._core.abort(handle)
 
     def fork(
-        self,
-        handle: RolloutHandle,
-        index: int,
-        sampling: SamplingParams | None = None,
-        *,
-        key: int | None = None,
-        fork_index: int | None = None,
+        self, handle: RolloutHandle, index: int, sampling: SamplingParams | None = None, *, key: int | None = None
     ) -> RolloutHandle:
         """Fork a running completion where it stands, between steps; the fork goes on by itself.
 
         It shares every block until either writes to it. Its completion holds what the parent had drawn; `sampling`
-        (None: the parent's; max_new_tokens counts from the prompt) and `key` (None: the parent's) govern what comes.
-        fork_index: its rollout index, the last part of its random numbers' counter; None: n, n + 1, ... of its family.
+        (None: the parent's; max_new_tokens counts from the prompt on) and `key` (None: the parent's) govern what
+        comes. Its rollout index, a part of its random numbers' counter, is n for a request's first fork, then n + 1,
+        and so on, forks of forks included.
         """
-        runner = self._ready()
-        request = handle.request
-        parent = next((s for s in request.sequences if s.index == index and s.finish_reason is None), None)
-        if parent is None or not parent.logprobs:
-            raise RolloutError(f"completion {index} of this request is not running, so it cannot be forked")
-        params = sampling or request.sampling
-        seed = request.seed if params.seed is None else params.seed
-        max_len = min(request.num_prompt_tokens + params.max_new_tokens, self.max_model_len, self._pool_tokens)
-        if max_len <= parent.num_tokens:
-            raise RolloutError(f"completion {index} has {len(parent.logprobs)} tokens: raise max_new_tokens to fork it")
-        family = request.family
-        family.num_forked += 1
-        chosen = family.n + family.num_forked - 1 if fork_index is None else fork_index
-        fork = Request(
-            request.prompt_ids,
-            1,
-            params,
-            seed,
-            request.step,
-            request.key if key is None else key,
-            request.purpose,
-            max_len,
-            salt=request.salt,
-            submitted_at=time.perf_counter(),
-        )
-        with self._lock:
-            forked = self._handles[fork] = RolloutHandle(fork)
-        child = self.scheduler.fork(parent, fork, chosen)
-        if child.slot >= 0:
-            runner.copy_last_token(parent.slot, child.slot)
-        return forked
-
-    @property
-    def _pool_tokens(self) -> int:
-        return self.pool.num_blocks * self.config.block_size
+        self._ready()
+        return self._core.fork(handle, index, sampling, key, self._limits.max_len)
 
     # -- weights and state --------------------------------------------------------------------------------------
 
@@ -454,6 +290,7 @@ class RolloutEngine:
         begun: "refuse" raises, "abort" ends them; "drain" is refused, since their weights are gone (drain() before).
         """
         self._ready()
+        self._core.refuse_nesting()
         check_shared(self.module, self._identity)
         if running == "drain" and self.scheduler.has_begun:
             raise RolloutError('running="drain": the old weights are gone already; call drain() before changing them')
@@ -486,8 +323,7 @@ class RolloutEngine:
         if running == "drain":
             self.drain()
         else:
-            for request in [r for r in self._handles if r.sequences or r.prompt is not None]:
-                self._abort(request)
+            self._core.abort_begun()
 
     def drain(self) -> None:
         """Step until every request that has begun has ended; those that wait stay where they are."""
@@ -504,9 +340,11 @@ class RolloutEngine:
 
     def _notice_changed_weights(self) -> None:
         """Somebody changed the weights without a word: count it as an update, unless requests have begun."""
-        if not self._watch.changed():
+        begun = self.scheduler.has_begun
+        # a look at the values costs a little, so it is taken only before a first request, and if KV could be stale
+        if not self._watch.changed(look=not begun and bool(self.pool.cache)):
             return
-        if self.scheduler.has_begun:
+        if begun:
             raise RolloutError("the weights changed while requests were running; they have been aborted")
         self._new_version()
 
@@ -531,7 +369,7 @@ class RolloutEngine:
         return training_view(self.module, exact=self.exact, gradient_checkpointing=gradient_checkpointing)
 
     def stats(self) -> EngineStats:
-        scheduler, meter, cache = self.scheduler, self._meter, self.pool.cache
+        scheduler, meter, cache = self.scheduler, self._core.meter, self.pool.cache
         held = self._runner is not None and not self._runner.cache.released
         return EngineStats(
             num_blocks=self.pool.num_blocks,
@@ -540,7 +378,7 @@ class RolloutEngine:
             block_size=self.config.block_size,
             pool_bytes=self._runner.cache.num_bytes if self._runner is not None and held else 0,
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting) + len(scheduler.preempted) + len(self._submitted),
+            num_waiting=self._core.num_waiting,
             peak_blocks_used=meter.peak_used,
             peak_blocks_shared=meter.peak_shared,
             peak_running=meter.peak_running,
@@ -561,8 +399,8 @@ class RolloutEngine:
 
     def close(self) -> None:
         """Free the KV pool and the view. Closing twice is fine; generating afterwards is an error."""
-        self._abort_all()
-        self._runner = self._cache = None
+        self._core.abort_all()
+        self._core.runner = self._runner = None  # type: ignore[assignment]
 
     def __enter__(self) -> "RolloutEngine":
         return self

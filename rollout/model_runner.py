@@ -50,7 +50,7 @@ class ModelRunner:
             by_sequence = dict(zip([c.sequence for c in batch.chunks if c.completes], logits, strict=False))
             prefilled = [(prompt, by_sequence[prompt].clone()) for prompt in prompts]
             rows = [by_sequence[sequence] for sequence in drawing]
-        rows += [self._stored_logits(fork.request) for fork in batch.forks]
+        rows += [self._first_logits(fork) for fork in batch.forks]
         drawing += batch.forks
         if not drawing:
             return [], None, prefilled
@@ -66,9 +66,9 @@ class ModelRunner:
         self._last_tokens[destination] = self._last_tokens[source]
 
     @staticmethod
-    def _stored_logits(request: Request) -> Tensor:
-        assert isinstance(request.logits_row, Tensor)
-        return request.logits_row
+    def _first_logits(fork: Sequence) -> Tensor:
+        assert isinstance(fork.first_logits, Tensor)
+        return fork.first_logits
 
     def forward(self, chunks: Seq[Chunk]) -> Tensor:
         """Compute the chunks' KV; logits [>= C, V] of the C chunks that complete, in order, then padding."""

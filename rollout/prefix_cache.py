@@ -43,6 +43,9 @@ class PrefixCache:
         """Cached blocks that no sequence holds."""
         return len(self._idle)
 
+    def __len__(self) -> int:
+        return len(self._nodes)
+
     def __contains__(self, block: int) -> bool:
         return block in self._nodes
 

@@ -155,13 +155,15 @@ class Scheduler:
             # alone and without room for a copy: go on with the prompt's blocks and prefill again for the others
             take_over = len(self.forking) == 1 or not self._drop_idle_prompt()
         table = prompt.table if take_over else prompt.table.fork()
+        logits = request.logits_row
         if take_over:
-            request.prompt = None
+            request.prompt = request.logits_row = None
         elif length % self.pool.block_size:
             batch.copies += table.make_writable(length, length + 1)
         index = request.unforked.popleft()
         child = Sequence(request, index, list(request.prompt_ids), table, length, self._free_slots.pop())
         child.cached = list(prompt.cached)
+        child.first_logits = logits
         request.sequences.append(child)
         self.running.append(child)
         batch.forks.append(child)
@@ -186,6 +188,8 @@ class Scheduler:
                 request.drop_prompt()
                 return
             self.waiting.remove(request)
+            self.stats.recomputed_tokens -= min(computed, request.lost_tokens)
+            request.lost_tokens = 0
             self.pool.cache.num_queried_tokens += prompt.num_tokens
             self.pool.cache.num_hit_tokens += computed
             budget -= self._start(batch, prompt, computed, budget)
@@ -274,19 +278,23 @@ class Scheduler:
         if not self.forking:
             return False
         request = self.forking.pop()
-        self.stats.recomputed_tokens += request.num_prompt_tokens
+        self._give_up_prompt(request, request.num_prompt_tokens)
+        return True
+
+    def _give_up_prompt(self, request: Request, num_tokens: int) -> None:
+        """Free a prompt of which num_tokens are computed; the request waits again, before the others."""
+        self.stats.recomputed_tokens += num_tokens
+        request.lost_tokens = num_tokens
         request.drop_prompt()
         self.waiting.appendleft(request)
-        return True
 
     def _preempt(self, victim: Sequence) -> None:
         self.running.remove(victim)
         self.stats.preemptions += 1
-        self.stats.recomputed_tokens += victim.num_computed
         if victim.is_prompt:
-            victim.request.drop_prompt()
-            self.waiting.appendleft(victim.request)
+            self._give_up_prompt(victim.request, victim.num_computed)
             return
+        self.stats.recomputed_tokens += victim.num_computed
         self._release(victim)
         victim.num_preemptions += 1
         victim.num_computed, victim.recomputing = 0, True
@@ -320,6 +328,10 @@ class Scheduler:
         self.preempted = deque(s for s in self.preempted if s.request is not request)
         request.drop_prompt()
         request.unforked.clear()
+
+    def begun(self) -> list[Request]:
+        """Requests that have computed something under the current weights."""
+        return list(dict.fromkeys([*self.forking, *(s.request for s in (*self.running, *self.preempted))]))
 
     def abort_all(self) -> None:
         """Drop everything that waits or runs, wherever an interrupt has struck: every block and slot is free."""

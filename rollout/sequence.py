@@ -22,6 +22,8 @@ class Sequence:
     """Leading tokens whose KV is in the blocks."""
     slot: int = -1
     """Row of the device's last-token table while it runs; -1 for a prompt."""
+    first_logits: object | None = None
+    """Row of its prompt's logits, until it has drawn its first token from them."""
     recomputing: bool = False
     """Preempted: its tokens are prefilled again before it goes on."""
     num_preemptions: int = 0
@@ -65,6 +67,8 @@ class Request:
     """Requests share cached KV only with those of the same salt."""
     submitted_at: float = 0.0
     """Clock when it was submitted."""
+    lost_tokens: int = 0
+    """Prompt tokens whose KV was given up and has to be found or computed again."""
     policy_version: int = 0
     """Weights that it runs under, from its admission on."""
     logits_row: object | None = None

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rollout.block_pool import BlockPool
 from rollout.scheduler import Scheduler
 from rollout.sequence import Sequence
 
@@ -98,8 +97,9 @@ class Meter:
         self.peak_used = self.peak_shared = self.peak_running = 0
         self._waste_sum, self._waste_count = 0.0, 0
 
-    def planned(self, scheduler: Scheduler, pool: BlockPool) -> None:
+    def planned(self, scheduler: Scheduler) -> None:
         """An iteration has been planned; its blocks are allocated."""
+        pool = scheduler.pool
         used = pool.num_blocks - pool.num_free_blocks
         self.peak_used = max(self.peak_used, used)
         self.peak_shared = max(self.peak_shared, pool.num_shared_blocks)

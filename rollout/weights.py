@@ -11,19 +11,22 @@ from transformers import PreTrainedModel
 
 from rollout.errors import RolloutError
 
+_SAMPLED = 16  # values looked at in each parameter
+
 
 class WeightWatch:
     """Notices in-place changes of a module's parameters that nobody announced.
 
     Any torch optimizer's step is seen by a global hook, other in-place operations by the tensors' version counters.
-    Writes through `.data`, from outside torch or by a custom kernel leave no trace.
+    Writes through `.data`, from outside torch or by a custom kernel leave no such trace; a look at a few values of
+    every parameter sees those that change much.
     """
 
     def __init__(self, module: PreTrainedModel) -> None:
         self._parameters = list(module.parameters())
         self._addresses = {p.data_ptr() for p in self._parameters}
         self._stepped = False
-        self._versions = self._read()
+        self.acknowledge()
         watch = weakref.ref(self)  # the hook is global, and must not keep an engine alive
 
         def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -41,13 +44,18 @@ class WeightWatch:
     def _read(self) -> list[int]:
         return [p._version for p in self._parameters]
 
-    def changed(self) -> bool:
-        """Whether a change has been noticed since the last acknowledge()."""
-        return self._stepped or self._versions != self._read()
+    def _sample(self) -> Tensor:
+        """fp32 values spread over each parameter."""
+        flat = (p.detach().reshape(-1) for p in self._parameters)
+        return torch.cat([values[:: max(1, values.numel() // _SAMPLED)].float() for values in flat])
+
+    def changed(self, *, look: bool) -> bool:
+        """Whether a change has been noticed since the last acknowledge(); look: at the values too."""
+        return self._stepped or self._versions != self._read() or (look and not self._values.equal(self._sample()))
 
     def acknowledge(self) -> None:
         """The change is known."""
-        self._stepped, self._versions = False, self._read()
+        self._stepped, self._versions, self._values = False, self._read(), self._sample()
 
 
 def check_update(module: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[Tensor, Tensor]:
