@@ -378,7 +378,7 @@ def test_a_call_within_a_call_is_refused_and_the_outer_one_goes_on(
     assert engine.policy_version == 0
 
 
-TRACED = ("scheduler", "block_pool", "sequence")
+TRACED = ("engine", "scheduler", "block_pool", "sequence")
 
 
 class InterruptAt:

@@ -72,8 +72,9 @@ class Simulation:
             self.compute(chunk)
         for fork in batch.forks:
             self.expect_past(fork, fork.num_tokens)
+            assert fork.first_logits == fork.request.prompt_ids
         for prompt in [c.sequence for c in batch.chunks if c.completes and c.sequence.is_prompt]:
-            self.scheduler.prefilled(prompt, object())
+            self.scheduler.prefilled(prompt, list(prompt.token_ids))  # stands for the logits behind them
         drawing = [c.sequence for c in batch.chunks if c.completes and not c.sequence.is_prompt] + batch.forks
         for sequence in drawing:
             self.append(sequence)
