@@ -3,6 +3,8 @@
 from collections import Counter
 from collections.abc import Iterable
 
+from rollout.prefix_cache import PrefixCache
+
 NULL_BLOCK = 0
 """Block that padding writes to; never handed out."""
 
@@ -20,10 +22,12 @@ class BlockPool:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.cache = PrefixCache(block_size)
         self.reset()
 
     def reset(self) -> None:
-        """Every block is free, whatever was held."""
+        """Every block is free and nothing is cached, whatever was held."""
+        self.cache.clear()
         num_blocks = self.num_blocks
         self._free = list(range(num_blocks, NULL_BLOCK, -1))
         self._ref_counts = [0] * (num_blocks + 1)
@@ -32,34 +36,46 @@ class BlockPool:
 
     @property
     def num_free_blocks(self) -> int:
-        return len(self._free)
+        """Blocks that no sequence holds, cached ones included."""
+        return len(self._free) + self.cache.num_idle
 
     def ref_count(self, block: int) -> int:
         return self._ref_counts[block]
 
     def allocate(self) -> int:
-        """Take a free block; its reference count becomes 1."""
+        """Take a free block, a cached one only if there is no other; its reference count becomes 1."""
         if not self._free:
-            raise OutOfBlocksError(f"all {self.num_blocks} KV blocks are in use")
+            if not self.cache.num_idle:
+                raise OutOfBlocksError(f"all {self.num_blocks} KV blocks are in use")
+            self._free += self.cache.evict()
         block = self._free.pop()
         self._ref_counts[block] = 1
         return block
 
     def share(self, block: int) -> None:
-        """Add a reference to a block in use."""
-        if not self._ref_counts[block]:
+        """Add a reference to a block in use, or to a cached one."""
+        if self.cache.is_idle(block):
+            self.cache.acquire(block)
+        elif not self._ref_counts[block]:
             raise RuntimeError(f"block {block} is free and cannot be shared")
         self._ref_counts[block] += 1
         self.num_shared_blocks += self._ref_counts[block] == 2
 
     def release(self, block: int) -> None:
-        """Drop a reference; the last one frees the block."""
+        """Drop a reference; the last one frees the block, or leaves it to the cache."""
         if not self._ref_counts[block]:
             raise RuntimeError(f"block {block} freed twice")
         self._ref_counts[block] -= 1
         self.num_shared_blocks -= self._ref_counts[block] == 1
         if not self._ref_counts[block]:
-            self._free.append(block)
+            if block in self.cache:
+                self.cache.retire(block)
+            else:
+                self._free.append(block)
+
+    def forget_cached(self) -> None:
+        """Drop every cache entry; blocks in use stay with their holders."""
+        self._free += self.cache.clear()
 
     def check_integrity(self, tables: Iterable["BlockTable"] | None = None) -> None:
         """Raise if the free list and the counts disagree, or the counts differ from what `tables` hold."""
@@ -67,8 +83,9 @@ class BlockPool:
         if any(count > 1 for count in free.values()):
             raise RuntimeError(f"blocks twice in the free list: {[b for b, c in free.items() if c > 1]}")
         idle = {block for block in range(1, self.num_blocks + 1) if not self._ref_counts[block]}
-        if idle != set(free):
-            raise RuntimeError(f"free list and reference counts disagree on blocks {sorted(idle ^ set(free))}")
+        known = set(free) | {block for block in idle if self.cache.is_idle(block)}
+        if idle != known or len(free) + self.cache.num_idle != len(idle):
+            raise RuntimeError(f"free list, cache and reference counts disagree on blocks {sorted(idle ^ known)}")
         if self.num_shared_blocks != sum(count > 1 for count in self._ref_counts):
             raise RuntimeError(
                 f"{self.num_shared_blocks} blocks counted as shared, which the reference counts do not show"

@@ -27,6 +27,11 @@ class RolloutConfig:
     """Sequences that run at once."""
     max_num_batched_tokens: int = 2048
     """Tokens per forward; longer prompts are prefilled in chunks."""
+    prefill_chunk_size: int | None = None
+    """Prompt tokens per forward beside the running completions, so that a long prompt does not hold them up. None: as
+    many as max_num_batched_tokens leaves."""
+    prefix_cache: bool = True
+    """Keep full KV blocks and find them again by their tokens, until the weights change or the pool needs the room."""
     dtype: str = "auto"
     """"float32", "bfloat16" or "auto": what the model is stored in."""
     device: str = "auto"
@@ -37,9 +42,9 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
-        for name in ("num_blocks", "max_model_len"):
+        for name in ("num_blocks", "max_model_len", "prefill_chunk_size"):
             value = getattr(self, name)
-            _require(value is None or value >= 1, name, value, "must be at least 1, or null to derive it")
+            _require(value is None or value >= 1, name, value, "must be at least 1, or null")
         _require(0.0 < self.memory_fraction <= 1.0, "memory_fraction", self.memory_fraction, "must lie in (0, 1]")
         _require(
             self.max_num_batched_tokens >= self.max_num_seqs,

@@ -2,39 +2,50 @@
 
 import dataclasses
 import logging
-import time
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from types import TracebackType
+from typing import Literal
 
 import torch
+from torch import Tensor
+from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rollout.block_pool import BlockPool
 from rollout.config import RolloutConfig, SamplingParams
+from rollout.core import EngineCore
 from rollout.errors import ExactnessError, RolloutError
 from rollout.exactness import check_parity, probe
 from rollout.kv_cache import KVCache, LayerGroup
 from rollout.loading import check_module, load_model, load_tokenizer, resolve_device
 from rollout.memory import pool_size
 from rollout.model_runner import ModelRunner
-from rollout.prompts import Prompt, decode_completion, end_token_ids
-from rollout.requests import BadPrompt, Limits, OnError, make_requests
+from rollout.prompts import Prompt, end_token_ids
+from rollout.requests import BadPrompt, Limits, OnError, RolloutHandle, make_requests
 from rollout.sampler import TRAIN
 from rollout.scheduler import Scheduler
-from rollout.sequence import Request, Sequence
+from rollout.sequence import Request
 from rollout.stats import EngineStats
-from rollout.types import FinishReason, Rollout, RolloutGroup
+from rollout.types import Rollout, RolloutGroup
 from rollout.views import check_shared, identify, make_view, training_view
+from rollout.weights import WeightWatch, check_update
 
 logger = logging.getLogger(__name__)
+
+WhileRunning = Literal["refuse", "drain", "abort"]
+"""What a weight update does with requests that have begun under the old weights."""
+
+_BAR_DELAY = 5.0  # seconds before a progress bar shows
 
 
 class RolloutEngine:
     """Generates groups of rollouts from a model directory or from the caller's module.
 
     A module is read through a view and never changed; after its weights changed in place, call weights_updated().
-    Use it as a context manager, or close() it.
+    One thread steps (generate_rollouts and stream_rollouts do); any thread may submit and abort. Use it as a context
+    manager, or close() it.
     """
 
     def __init__(
@@ -60,15 +71,20 @@ class RolloutEngine:
         self.exact, self.exact_reason = self._resolve_exact()
 
         self.pool = BlockPool(num_blocks, config.block_size)
-        self.scheduler = Scheduler(self.pool, config.max_num_seqs, config.max_num_batched_tokens)
-        self._cache: KVCache | None = KVCache(self.layer_group, num_blocks, config.block_size, self.device)
+        self.scheduler = Scheduler(
+            self.pool,
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            config.prefill_chunk_size,
+            prefix_cache=config.prefix_cache,
+        )
+        self._limits = Limits(self.module.config.vocab_size, self.max_model_len, num_blocks, config.block_size)
         self._identity = identify(self.module)
+        self._watch = WeightWatch(self.module)
+        cache = KVCache(self.layer_group, num_blocks, config.block_size, self.device)
         view = make_view(self.module, exact=self.exact)
-        self._runner: ModelRunner | None = ModelRunner(view, self._cache, config.max_num_seqs, exact=self.exact)
-        self.policy_version = 0
-        self._prompt_tokens = self._completion_tokens = self._forward_steps = 0
-        self._seconds = 0.0
-        self._peak_used = self._peak_shared = self._peak_running = 0
+        self._runner: ModelRunner | None = ModelRunner(view, cache, config.max_num_seqs, exact=self.exact)
+        self._core = EngineCore(self.scheduler, self._runner, tokenizer, self.end_token_ids)
 
     def _check_module_matches(self) -> None:
         config = self.config
@@ -107,137 +123,284 @@ class RolloutEngine:
         step: int = 0,
         keys: Seq[int] | None = None,
         purpose: int = TRAIN,
+        salt: str | None = None,
         on_error: OnError = "raise",
+        progress: bool | None = None,
     ) -> list[RolloutGroup]:
         """n completions of each prompt: groups in prompt order, rollouts in index order.
 
         A completion depends on the weights, its prompt's ids, its sampling parameters (seed included), `step`, its
         key, its index and `purpose`, and on nothing else. keys: one per prompt, 0 .. 2**32 - 1; None: the prompt's
-        place in this call. Raises RolloutError before any work if an input is bad; with on_error="return" a bad prompt
-        gets a group with `error` set and one rollout of finish_reason "error", and the others run.
+        place in this call. salt: prompts share cached KV only with those of the same salt. Raises RolloutError before
+        any work if an input is bad; with on_error="return" a bad prompt gets a group with `error` set and one rollout
+        of finish_reason "error", and the others run. progress: show a bar; None: on a terminal, in long calls.
         """
-        runner = self._ready()
-        limits = Limits(self.module.config.vocab_size, self.max_model_len, self.pool.num_blocks, self.config.block_size)
-        requests = make_requests(
-            prompts, n, sampling, self.tokenizer, limits, step=step, keys=keys, purpose=purpose, on_error=on_error
-        )
-        started = time.perf_counter()
-        self._peak_used = self._peak_shared = self._peak_running = 0
+        requests = self._make_requests(prompts, n, sampling, step, keys, purpose, salt, on_error)
+        total = sum(request.n for request in requests if isinstance(request, Request))
+        entries: list[RolloutHandle | BadPrompt] = []
+        shown = {None: None, True: False, False: True}[progress]
+        with tqdm(total=total, unit="rollout", delay=_BAR_DELAY, disable=shown, leave=False) as bar:
+            for _ in self._stream(requests, entries):
+                bar.update()
+        return [
+            entry.group(self.policy_version) if isinstance(entry, BadPrompt) else entry.group() for entry in entries
+        ]
+
+    def stream_rollouts(
+        self,
+        prompts: Seq[Prompt],
+        n: int = 16,
+        sampling: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        step: int = 0,
+        keys: Seq[int] | None = None,
+        purpose: int = TRAIN,
+        salt: str | None = None,
+        on_error: OnError = "raise",
+    ) -> Iterator[tuple[int, Rollout]]:
+        """Like generate_rollouts, but yields (place of the prompt, rollout) as soon as each rollout has ended.
+
+        Inputs are checked at once. Dropping or closing the iterator, or an exception in its consumer, aborts what is
+        left and gives its blocks back.
+        """
+        requests = self._make_requests(prompts, n, sampling, step, keys, purpose, salt, on_error)
+        return self._stream(requests, [])
+
+    def _stream(
+        self, requests: Seq[Request | BadPrompt], entries: list[RolloutHandle | BadPrompt]
+    ) -> Iterator[tuple[int, Rollout]]:
+        self._core.refuse_nesting()
+        self._core.meter.begin_call()
+        places: dict[RolloutHandle, int] = {}
         try:
-            for request in requests:
-                if isinstance(request, Request):
-                    self.scheduler.add(request)
-                    self._prompt_tokens += request.num_prompt_tokens
-            while self.scheduler.has_work:
-                self._step(runner)
-        except BaseException:
-            # an error or an interrupt: nothing of this call stays behind
-            self.scheduler.abort_all()
+            for place, request in enumerate(requests):
+                entries.append(request if isinstance(request, BadPrompt) else self._core.submit(request))
+                entry = entries[-1]
+                if isinstance(entry, RolloutHandle):
+                    places[entry] = place
+                else:
+                    yield place, entry.group(self.policy_version).rollouts[0]
+            while not all(handle.done for handle in places):
+                for handle, rollout in self.step():
+                    if handle in places:
+                        yield places[handle], rollout
+        except KeyboardInterrupt:  # between two steps, perhaps between submitting and noting the handle
+            self._core.abort_all()
             raise
         finally:
-            self._seconds += time.perf_counter() - started
-        return [self._result(request) for request in requests]
+            for handle in places:
+                if not handle.done:
+                    self.abort(handle)
+
+    def submit(
+        self,
+        prompt: Prompt,
+        n: int = 1,
+        sampling: SamplingParams | None = None,
+        *,
+        step: int = 0,
+        key: int = 0,
+        purpose: int = TRAIN,
+        salt: str | None = None,
+    ) -> RolloutHandle:
+        """Queue a prompt, from any thread; step() runs it. Raises RolloutError if it is bad."""
+        (request,) = self._make_requests([prompt], n, sampling, step, [key], purpose, salt, "raise")
+        assert isinstance(request, Request)
+        return self._core.submit(request)
+
+    def _make_requests(
+        self,
+        prompts: Seq[Prompt],
+        n: int,
+        sampling: SamplingParams | Seq[SamplingParams] | None,
+        step: int,
+        keys: Seq[int] | None,
+        purpose: int,
+        salt: str | None,
+        on_error: OnError,
+    ) -> list[Request | BadPrompt]:
+        self._ready()
+        return make_requests(
+            prompts,
+            n,
+            sampling,
+            self.tokenizer,
+            self._limits,
+            step=step,
+            keys=keys,
+            purpose=purpose,
+            salt=salt,
+            on_error=on_error,
+        )
 
     def _ready(self) -> ModelRunner:
         if self._runner is None:
             raise RolloutError("this engine is closed: make a new one")
-        if self.scheduler.has_work:
-            raise RolloutError("this engine is already generating: call it from one place at a time")
+        if self._runner.cache.released:
+            missing = self._runner.cache.num_bytes
+            raise RolloutError(f"the KV pool has been released ({missing} bytes are missing): call restore_memory()")
         return self._runner
 
-    def _step(self, runner: ModelRunner) -> None:
-        """One iteration: plan, run, append; a sequence that ends here frees its blocks before the next plan."""
-        batch = self.scheduler.schedule()
-        assert batch, "sequences wait or run, but none was scheduled"
-        self._observe()
-        drawing, sampled, prefilled = runner.run(batch)
-        for chunk in batch.chunks:
-            chunk.sequence.num_computed += chunk.count
-        for prompt, logits in prefilled:
-            self.scheduler.prefilled(prompt, logits)
-        if sampled is not None:
-            values = (sampled.ids.tolist(), sampled.logprobs.tolist(), sampled.raw_logprobs.tolist())
-            for sequence, token, logprob, raw_logprob in zip(drawing, *values, strict=True):
-                self._append(sequence, token, logprob, raw_logprob)
-        self._forward_steps += bool(batch.chunks)
+    @property
+    def has_work(self) -> bool:
+        """Whether step() has something to do."""
+        return self._core.has_work
 
-    def _observe(self) -> None:
-        self._peak_used = max(self._peak_used, self.pool.num_blocks - self.pool.num_free_blocks)
-        self._peak_shared = max(self._peak_shared, self.pool.num_shared_blocks)
-        self._peak_running = max(self._peak_running, len(self.scheduler.running))
+    def step(self) -> list[tuple[RolloutHandle, Rollout]]:
+        """One iteration: plan, run, append. Returns the completions that ended, whoever submitted them.
 
-    def _append(self, sequence: Sequence, token: int, logprob: float, raw_logprob: float) -> None:
-        request = sequence.request
-        sequence.token_ids.append(token)
-        sequence.logprobs.append(logprob)
-        sequence.raw_logprobs.append(raw_logprob)
-        sequence.recomputing = False
-        self._completion_tokens += 1
-        sequence.first_logits = None
-        ends = request.sampling.stop_token_ids
-        if token in ends or (token in self.end_token_ids and not request.sampling.ignore_eos):
-            sequence.finish_reason = "stop"
-        elif sequence.num_tokens >= request.max_len:
-            sequence.finish_reason = "length"
-        if sequence.finish_reason:
-            self.scheduler.finish(sequence)
+        An error or an interrupt in the middle aborts every request, gives every block back and leaves the engine
+        usable.
+        """
+        self._ready()
+        return self._core.step(before=self._notice_changed_weights)
 
-    # -- requests and results -----------------------------------------------------------------------------------
+    def abort(self, handle: RolloutHandle) -> None:
+        """Stop a request, from any thread: its blocks are free by the next step; begun completions end with "abort"."""
+        self._core.abort(handle)
 
-    def _result(self, request: Request | BadPrompt) -> RolloutGroup:
-        if isinstance(request, BadPrompt):
-            failed = Rollout(0, [], [], [], None, "error", self.policy_version)
-            return RolloutGroup([], [failed], request.key, request.seed, request.error)
-        ordered = sorted(request.sequences, key=lambda sequence: sequence.index)
-        return RolloutGroup(
-            prompt_ids=request.prompt_ids,
-            rollouts=[self._rollout(sequence) for sequence in ordered],
-            key=request.key,
-            seed=request.seed,
-        )
+    def fork(
+        self, handle: RolloutHandle, index: int, sampling: SamplingParams | None = None, *, key: int | None = None
+    ) -> RolloutHandle:
+        """Fork a running completion where it stands, between steps; the fork goes on by itself.
 
-    def _rollout(self, sequence: Sequence) -> Rollout:
-        reason: FinishReason | None = sequence.finish_reason
-        assert reason is not None
-        ids = sequence.completion_ids
-        text = decode_completion(sequence.request.prompt_ids, ids, self.tokenizer) if self.tokenizer else None
-        return Rollout(sequence.index, ids, sequence.logprobs, sequence.raw_logprobs, text, reason, self.policy_version)
+        It shares every block until either writes to it. Its completion holds what the parent had drawn; `sampling`
+        (None: the parent's; max_new_tokens counts from the prompt on) and `key` (None: the parent's) govern what
+        comes. Its rollout index, a part of its random numbers' counter, is n for a request's first fork, then n + 1,
+        and so on, forks of forks included.
+        """
+        self._ready()
+        return self._core.fork(handle, index, sampling, key, self._limits.max_len)
 
     # -- weights and state --------------------------------------------------------------------------------------
 
-    def weights_updated(self) -> None:
-        """The shared weights changed in place: from now on rollouts carry the next policy_version. Moves no bytes."""
+    @property
+    def policy_version(self) -> int:
+        """How often the weights have changed; every rollout carries the version that made it."""
+        return self.scheduler.policy_version
+
+    @policy_version.setter
+    def policy_version(self, version: int) -> None:
+        self.scheduler.set_policy_version(version)
+
+    def weights_updated(self, running: WhileRunning = "refuse") -> None:
+        """The shared weights changed in place: from now on rollouts carry the next policy_version. Moves no bytes.
+
+        KV of earlier versions cannot be found any more. Requests that wait run under the new weights. If some have
+        begun: "refuse" raises, "abort" ends them; "drain" is refused, since their weights are gone (drain() before).
+        """
         self._ready()
+        self._core.refuse_nesting()
         check_shared(self.module, self._identity)
-        self.policy_version += 1
+        if running == "drain" and self.scheduler.has_begun:
+            raise RolloutError('running="drain": the old weights are gone already; call drain() before changing them')
+        self._settle(running)
+        self._new_version()
+
+    def update_weights(self, tensors: Mapping[str, Tensor], running: WhileRunning = "refuse") -> None:
+        """Copy new weights, by state-dict name, into the tensors that the engine reads (the caller's, if it shares).
+
+        All or nothing: names and shapes are checked first. `running`: what to do with requests that have begun;
+        "drain" lets them end under the old weights.
+        """
+        self._ready()
+        copies = check_update(self.module, tensors)
+        self._settle(running)
+        with torch.no_grad():
+            for target, given in copies.items():
+                target.copy_(given)
+        self._new_version()
+
+    def _settle(self, running: WhileRunning) -> None:
+        if running not in ("refuse", "drain", "abort"):
+            raise RolloutError(f"running={running!r}: use refuse, drain or abort")
+        if not self.scheduler.has_begun:
+            return
+        if running == "refuse":
+            raise RolloutError(
+                'requests have begun under the old weights: end them, or say running="abort" (or "drain")'
+            )
+        if running == "drain":
+            self.drain()
+        else:
+            self._core.abort_begun()
+
+    def drain(self) -> None:
+        """Step until every request that has begun has ended; those that wait stay where they are."""
+        self.scheduler.admits = False
+        try:
+            while self.scheduler.has_begun:
+                self.step()
+        finally:
+            self.scheduler.admits = True
+
+    def _new_version(self) -> None:
+        self._watch.acknowledge()
+        self.scheduler.set_policy_version(self.policy_version + 1)
+
+    def _notice_changed_weights(self) -> None:
+        """Somebody changed the weights without a word: count it as an update, unless requests have begun."""
+        begun = self.scheduler.has_begun
+        # a look at the values costs a little, so it is taken only before a first request, and if KV could be stale
+        if not self._watch.changed(look=not begun and bool(self.pool.cache)):
+            return
+        if begun:
+            raise RolloutError("the weights changed while requests were running; they have been aborted")
+        self._new_version()
+
+    def release_memory(self) -> int:
+        """Give the KV pool back to the device's allocator (to the system, on a CPU); returns its bytes."""
+        cache = self._ready().cache
+        if self.scheduler.has_begun:
+            raise RolloutError("requests are running on the KV pool: end them before release_memory()")
+        self.pool.forget_cached()
+        cache.release()
+        return cache.num_bytes
+
+    def restore_memory(self) -> None:
+        """Take the KV pool again after release_memory()."""
+        if self._runner is None:
+            raise RolloutError("this engine is closed: make a new one")
+        if self._runner.cache.released:
+            self._runner.cache.restore()
 
     def training_view(self, *, gradient_checkpointing: bool = False) -> PreTrainedModel:
         """The module that a loss runs through to see this engine's log-probs bit for bit; same parameters."""
         return training_view(self.module, exact=self.exact, gradient_checkpointing=gradient_checkpointing)
 
     def stats(self) -> EngineStats:
-        counters = self.scheduler.stats
+        scheduler, meter, cache = self.scheduler, self._core.meter, self.pool.cache
+        held = self._runner is not None and not self._runner.cache.released
         return EngineStats(
             num_blocks=self.pool.num_blocks,
             num_free_blocks=self.pool.num_free_blocks,
+            num_cached_blocks=cache.num_idle,
             block_size=self.config.block_size,
-            pool_bytes=self._cache.num_bytes if self._cache is not None else 0,
-            peak_blocks_used=self._peak_used,
-            peak_blocks_shared=self._peak_shared,
-            peak_running=self._peak_running,
-            prompt_tokens=self._prompt_tokens,
-            completion_tokens=self._completion_tokens,
-            forward_steps=self._forward_steps,
-            seconds=self._seconds,
+            pool_bytes=self._runner.cache.num_bytes if self._runner is not None and held else 0,
+            num_running=len(scheduler.running),
+            num_waiting=self._core.num_waiting,
+            peak_blocks_used=meter.peak_used,
+            peak_blocks_shared=meter.peak_shared,
+            peak_running=meter.peak_running,
+            kv_waste=meter.kv_waste,
+            prompt_tokens=meter.prompt_tokens,
+            completion_tokens=meter.completion_tokens,
+            forward_steps=meter.forward_steps,
+            seconds=meter.seconds,
+            cache_queried_tokens=cache.num_queried_tokens,
+            cache_hit_tokens=cache.num_hit_tokens,
+            time_to_first_token=meter.time_to_first_token,
+            time_per_token=meter.time_per_token,
             policy_version=self.policy_version,
             exact=self.exact,
             exact_reason=self.exact_reason,
-            **dataclasses.asdict(counters),
+            **dataclasses.asdict(scheduler.stats),
         )
 
     def close(self) -> None:
         """Free the KV pool and the view. Closing twice is fine; generating afterwards is an error."""
-        self._runner = self._cache = None
+        self._core.abort_all()
+        self._core.runner = self._runner = None  # type: ignore[assignment]
 
     def __enter__(self) -> "RolloutEngine":
         return self

@@ -18,7 +18,7 @@ from rollout.errors import RolloutError
 from rollout.kv_cache import KVCache, LayerGroup
 from rollout.model_runner import ModelRunner
 from rollout.packing import build_pack
-from rollout.scheduler import Chunk
+from rollout.scheduled import Chunk
 from rollout.sequence import Request, Sequence
 from rollout.views import AttentionContext, make_view, raw_logits
 from rollout_kernels.activations import SiLU

@@ -61,7 +61,23 @@ class KVCache:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of the pool, held or not."""
         return self.keys.nbytes + self.values.nbytes
+
+    @property
+    def released(self) -> bool:
+        return self.keys.untyped_storage().nbytes() == 0
+
+    def release(self) -> None:
+        """Give the storage back to the allocator; contents are lost, shapes stay."""
+        for tensor in (self.keys, self.values):
+            tensor.untyped_storage().resize_(0)
+
+    def restore(self) -> None:
+        """Take storage again, filled with zeros."""
+        for tensor in (self.keys, self.values):
+            tensor.untyped_storage().resize_(tensor.nbytes)
+            tensor.zero_()
 
     def units(self, blocks: Sequence[int]) -> NDArray[np.int64]:
         """Units of kv head 0, in order of position, that the blocks of a table hold."""

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from rollout.errors import RolloutError
 from rollout.kv_cache import KVCache
 from rollout.sampler import SampledTokens, sample
-from rollout.scheduler import Chunk, ScheduledBatch
+from rollout.scheduled import Chunk, ScheduledBatch
 from rollout.sequence import Request, Sequence
 from rollout.views import AttentionContext, raw_logits
 from rollout_kernels.attention import AttentionTiles
@@ -60,6 +60,10 @@ class ModelRunner:
             raise RolloutError("the model's logits are not finite: its weights are broken, or its dtype is too narrow")
         self._last_tokens[torch.tensor([s.slot for s in drawing], device=self.device)] = sampled.ids
         return drawing, sampled, prefilled
+
+    def copy_last_token(self, source: int, destination: int) -> None:
+        """A sequence was forked: its last token is the fork's too."""
+        self._last_tokens[destination] = self._last_tokens[source]
 
     @staticmethod
     def _first_logits(fork: Sequence) -> Tensor:
@@ -124,7 +128,7 @@ class ModelRunner:
         for row, chunk in zip(starts, chunks, strict=False):
             shared = self._shared_segments(chunk)
             if shared:
-                siblings[chunk.sequence.request].append((int(row), chunk))
+                siblings[chunk.sequence.request.family].append((int(row), chunk))
             else:
                 spans.append(self._span(int(row), chunk, 0))
         for members in siblings.values():

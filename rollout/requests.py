@@ -11,6 +11,7 @@ from rollout.config import SamplingParams
 from rollout.errors import RolloutError
 from rollout.prompts import Prompt, encode_prompt
 from rollout.sequence import Request
+from rollout.types import Rollout, RolloutGroup
 
 OnError = Literal["raise", "return"]
 
@@ -44,6 +45,27 @@ class Limits:
             )
 
 
+class RolloutHandle:
+    """A submitted prompt: what has become of it so far."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.rollouts: list[Rollout] = []
+        """Completions that have ended, in the order in which they did."""
+        self.done = False
+        """Whether nothing more will come."""
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        return self.request.prompt_ids
+
+    def group(self) -> RolloutGroup:
+        """The completions that have ended, in index order."""
+        request = self.request
+        ordered = sorted(self.rollouts, key=lambda rollout: rollout.index)
+        return RolloutGroup(request.prompt_ids, ordered, request.key, request.seed)
+
+
 @dataclass(frozen=True)
 class BadPrompt:
     """Stands in the place of a request whose prompt cannot be run, for on_error="return"."""
@@ -51,6 +73,10 @@ class BadPrompt:
     key: int
     seed: int
     error: str
+
+    def group(self, policy_version: int) -> RolloutGroup:
+        failed = Rollout(0, [], [], [], None, "error", policy_version)
+        return RolloutGroup([], [failed], self.key, self.seed, self.error)
 
 
 def make_requests(
@@ -63,6 +89,7 @@ def make_requests(
     step: int,
     keys: Seq[int] | None,
     purpose: int,
+    salt: str | None,
     on_error: OnError,
 ) -> list[Request | BadPrompt]:
     """One request per prompt, in order. Raises RolloutError naming the prompt's place, unless on_error="return"."""
@@ -92,7 +119,7 @@ def make_requests(
             requests.append(BadPrompt(key, seed, str(error)))
             continue
         max_len = min(len(ids) + params.max_new_tokens, limits.max_len)
-        requests.append(Request(ids, n, params, seed, step, key, purpose, max_len))
+        requests.append(Request(ids, n, params, seed, step, key, purpose, max_len, salt=salt))
     return requests
 
 

@@ -7,57 +7,32 @@ again later. The sequence at the head of `running` is never preempted for anothe
 """
 
 from collections import deque
-from dataclasses import dataclass, field
 
-from rollout.block_pool import BlockCopy, BlockPool
+from rollout.block_pool import BlockPool, BlockTable
+from rollout.scheduled import Chunk, ScheduledBatch, SchedulerStats
 from rollout.sequence import Request, Sequence
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Tokens start .. start + count - 1 of a sequence, whose KV is to be computed."""
-
-    sequence: Sequence
-    start: int
-    count: int
-
-    @property
-    def completes(self) -> bool:
-        """Whether logits follow: all known tokens are computed after it."""
-        return self.start + self.count == self.sequence.num_tokens
-
-
-@dataclass
-class ScheduledBatch:
-    """One iteration: block copies, then a forward over chunks, then a draw for completed chunks and forks."""
-
-    copies: list[BlockCopy] = field(default_factory=list)
-    chunks: list[Chunk] = field(default_factory=list)
-    forks: list[Sequence] = field(default_factory=list)
-    """Completions that draw their first token from their prompt's stored logits."""
-
-    def __bool__(self) -> bool:
-        return bool(self.chunks or self.forks)
-
-
-@dataclass
-class SchedulerStats:
-    """Counters since the engine started."""
-
-    preemptions: int = 0
-    recomputed_tokens: int = 0
-    forks: int = 0
-    cow_copies: int = 0
-    prefix_tokens_saved: int = 0
 
 
 class Scheduler:
     """Owns the waiting and running sequences and, through them, every block in use."""
 
-    def __init__(self, pool: BlockPool, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        prefill_chunk_size: int | None = None,
+        *,
+        prefix_cache: bool = True,
+    ) -> None:
         self.pool = pool
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.prefill_chunk_size = prefill_chunk_size or max_num_batched_tokens
+        self.prefix_cache = prefix_cache
+        self.policy_version = 0
+        self.admits = True
+        """Whether waiting requests may begin; a drain sets it to False."""
         self.waiting: deque[Request] = deque()
         self.forking: list[Request] = []
         """Prefilled requests with completions still to fork."""
@@ -71,7 +46,14 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.forking or self.preempted or self.running)
+        return bool(self.waiting or self.has_begun)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether some sequence has computed something under the current weights."""
+        return bool(self.forking or self.preempted or self.running)
+
+    # -- planning -----------------------------------------------------------------------------------------------
 
     def schedule(self) -> ScheduledBatch:
         """Plan the next iteration: running sequences first, then whoever fits beside them."""
@@ -82,13 +64,15 @@ class Scheduler:
             budget = self._readmit(batch, budget)
             if not self.preempted:
                 self._fork(batch)
-                self._admit(batch, budget)
+                if self.admits:
+                    self._admit(batch, budget)
         self.stats.cow_copies += len(batch.copies)
         return batch
 
     def _schedule_running(self, batch: ScheduledBatch) -> int:
+        """Chunks for the running sequences; returns the prompt tokens that are left for others."""
         decodes = sum(s.num_tokens - s.num_computed == 1 for s in self.running)
-        budget = self.max_num_batched_tokens - decodes
+        budget = min(self.max_num_batched_tokens - decodes, self.prefill_chunk_size)
         i = 0
         while i < len(self.running):
             sequence = self.running[i]
@@ -114,56 +98,41 @@ class Scheduler:
                 return False
         return True
 
-    def _drop_idle_prompt(self) -> bool:
-        """Drop the blocks of a prefilled prompt that still waits to fork; False if there is none."""
-        if not self.forking:
-            return False
-        request = self.forking.pop()
-        self.stats.recomputed_tokens += request.num_prompt_tokens
-        request.drop_prompt()
-        self.waiting.appendleft(request)
-        return True
-
-    def _preempt(self, victim: Sequence) -> None:
-        self.running.remove(victim)
-        self.stats.preemptions += 1
-        self.stats.recomputed_tokens += victim.num_computed
-        if victim.is_prompt:
-            victim.request.drop_prompt()
-            self.waiting.appendleft(victim.request)
-            return
-        self._release(victim)
-        victim.num_computed, victim.recomputing = 0, True
-        self.preempted.appendleft(victim)
-
     def _add_chunk(self, batch: ScheduledBatch, sequence: Sequence, count: int) -> None:
         start = sequence.num_computed
         batch.copies += sequence.table.make_writable(start, start + count)
         batch.chunks.append(Chunk(sequence, start, count))
 
-    def _room_beside_running(self) -> int:
-        """Free blocks less one for every running sequence, so that the newcomer is not preempted at once."""
-        return self.pool.num_free_blocks - len(self.running)
+    def _room_beside_running(self, num_preemptions: int = 0) -> int:
+        """Free blocks less what the running sequences may soon take.
+
+        One block each; twice as much for every time that the newcomer has been preempted, so that it is not again.
+        """
+        return self.pool.num_free_blocks - (len(self.running) << num_preemptions)
 
     def _readmit(self, batch: ScheduledBatch, budget: int) -> int:
         while self.preempted and budget > 0 and len(self.running) < self.max_num_seqs:
             sequence = self.preempted[0]
-            sequence.table = sequence.request.shared_prefix(self.pool.block_size) or sequence.table
-            computed = len(sequence.table.blocks) * self.pool.block_size
-            if sequence.table.num_blocks_to_write(computed, sequence.num_tokens) > self._room_beside_running():
+            computed = self._adopt_prefix(sequence)
+            needed = sequence.table.num_blocks_to_write(computed, sequence.num_tokens)
+            if needed > self._room_beside_running(sequence.num_preemptions):
                 sequence.table.free()
                 if not self.running and self._drop_idle_prompt():
                     continue
                 break
             self.preempted.popleft()
-            sequence.num_computed = computed
             self.stats.recomputed_tokens -= computed
             sequence.slot = self._free_slots.pop()
-            self.running.append(sequence)
-            count = min(sequence.num_tokens - computed, budget)
-            self._add_chunk(batch, sequence, count)
-            budget -= count
+            budget -= self._start(batch, sequence, computed, budget)
         return budget
+
+    def _start(self, batch: ScheduledBatch, sequence: Sequence, computed: int, budget: int) -> int:
+        """Let a sequence run whose first `computed` tokens are in its blocks; returns the tokens of its first chunk."""
+        sequence.num_computed = computed
+        self.running.append(sequence)
+        count = min(sequence.num_tokens - computed, budget)
+        self._add_chunk(batch, sequence, count)
+        return count
 
     def _fork(self, batch: ScheduledBatch) -> None:
         while self.forking and len(self.running) < self.max_num_seqs:
@@ -179,9 +148,8 @@ class Scheduler:
         """Fork the next completion; the last one takes the prompt's own blocks over and copies nothing."""
         assert request.prompt is not None
         prompt, length = request.prompt, request.num_prompt_tokens
-        tail = length % self.pool.block_size
         take_over = len(request.unforked) == 1
-        if not take_over and self.pool.num_free_blocks - len(self.running) < 1:
+        while not take_over and self._room_beside_running() < 1:
             if self.running:
                 return False
             # alone and without room for a copy: go on with the prompt's blocks and prefill again for the others
@@ -190,10 +158,11 @@ class Scheduler:
         logits = request.logits_row
         if take_over:
             request.prompt = request.logits_row = None
-        elif tail:
+        elif length % self.pool.block_size:
             batch.copies += table.make_writable(length, length + 1)
         index = request.unforked.popleft()
         child = Sequence(request, index, list(request.prompt_ids), table, length, self._free_slots.pop())
+        child.cached = list(prompt.cached)
         child.first_logits = logits
         request.sequences.append(child)
         self.running.append(child)
@@ -203,18 +172,133 @@ class Scheduler:
         return True
 
     def _admit(self, batch: ScheduledBatch, budget: int) -> None:
-        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
-            request = self.waiting[0]
-            needed = -(-request.num_prompt_tokens // self.pool.block_size)
+        """Begin waiting requests, in order; one whose prefix is just being computed waits for it."""
+        for request in list(self.waiting):
+            if budget <= 0 or len(self.running) >= self.max_num_seqs:
+                return
+            request.policy_version = self.policy_version
+            prompt = request.start_prompt(self.pool)
+            computed = self._adopt_prefix(prompt)
+            if self._being_computed(prompt, computed):
+                request.drop_prompt()
+                continue
+            needed = prompt.table.num_blocks_to_write(computed, prompt.num_tokens)
             siblings = min(len(request.unforked), self.max_num_seqs - len(self.running)) if self.running else 0
             if needed + siblings > self._room_beside_running():
-                break
-            self.waiting.popleft()
-            prompt = request.start_prompt(self.pool)
-            self.running.append(prompt)
-            count = min(prompt.num_tokens, budget)
-            self._add_chunk(batch, prompt, count)
-            budget -= count
+                request.drop_prompt()
+                return
+            self.waiting.remove(request)
+            self.stats.recomputed_tokens -= min(computed, request.lost_tokens)
+            request.lost_tokens = 0
+            self.pool.cache.num_queried_tokens += prompt.num_tokens
+            self.pool.cache.num_hit_tokens += computed
+            budget -= self._start(batch, prompt, computed, budget)
+
+    # -- prefixes -----------------------------------------------------------------------------------------------
+
+    def _adopt_prefix(self, sequence: Sequence) -> int:
+        """Give a sequence without blocks those that hold its first tokens already; returns how many tokens they hold.
+
+        The last token is always computed: its logits are needed.
+        """
+        request, cache = sequence.request, self.pool.cache
+        sequence.cached = []
+        if self.prefix_cache:
+            blocks = cache.match(request.cache_key, sequence.token_ids, sequence.num_tokens - 1)
+            for block in blocks:
+                self.pool.share(block)
+            sequence.table = BlockTable(self.pool, blocks)
+            sequence.cached = [cache.node(block) for block in blocks]
+        elif not sequence.is_prompt:
+            sequence.table = request.shared_prefix(self.pool.block_size) or sequence.table
+        return len(sequence.table.blocks) * self.pool.block_size
+
+    def _being_computed(self, prompt: Sequence, computed: int) -> bool:
+        """Whether a running prompt is about to fill the block that this one would compute first."""
+        end = computed + self.pool.block_size
+        if not self.prefix_cache or end >= prompt.num_tokens:
+            return False
+        wanted, key = prompt.token_ids[:end], prompt.request.cache_key
+        return any(
+            s.is_prompt and s.num_tokens >= end and s.token_ids[:end] == wanted and s.request.cache_key == key
+            for s in self.running
+        )
+
+    def computed(self, chunk: Chunk) -> None:
+        """A chunk has run: its KV is there, and its full blocks can be found by others."""
+        sequence = chunk.sequence
+        sequence.num_computed += chunk.count
+        size, cache = self.pool.block_size, self.pool.cache
+        while self.prefix_cache and (len(sequence.cached) + 1) * size <= sequence.num_computed:
+            i = len(sequence.cached)
+            tokens = tuple(sequence.token_ids[i * size : (i + 1) * size])
+            after = sequence.cached[-1] if sequence.cached else None
+            node = cache.extend(sequence.request.cache_key, after, tokens, sequence.table.blocks[i])
+            if node is None:
+                return
+            sequence.cached.append(node)
+
+    def set_policy_version(self, version: int) -> None:
+        """The weights changed: KV of earlier ones cannot be found any more."""
+        self.policy_version = version
+        self.pool.forget_cached()
+
+    def fork(self, parent: Sequence, request: Request, index: int) -> Sequence:
+        """Let a request of one completion go on from where a running one stands.
+
+        The fork shares every block, its unfilled last one too, until either writes to it. Without a slot to spare it
+        waits and computes its KV again.
+        """
+        child = Sequence(request, index, list(parent.token_ids), BlockTable(self.pool))
+        child.logprobs, child.raw_logprobs = list(parent.logprobs), list(parent.raw_logprobs)
+        request.policy_version = parent.request.policy_version
+        request.forked_from = parent.request
+        request.unforked.clear()
+        request.sequences.append(child)
+        self.stats.forks += 1
+        if (
+            self._free_slots
+            and len(self.running) < self.max_num_seqs
+            and parent.table.blocks
+            and not parent.recomputing
+        ):
+            child.table, child.num_computed = parent.table.fork(), parent.num_computed
+            child.cached, child.slot = list(parent.cached), self._free_slots.pop()
+            self.stats.prefix_tokens_saved += parent.num_computed
+            self.running.append(child)
+        else:
+            child.recomputing = True
+            self.preempted.append(child)
+        return child
+
+    # -- leaving ------------------------------------------------------------------------------------------------
+
+    def _drop_idle_prompt(self) -> bool:
+        """Drop the blocks of a prefilled prompt that still waits to fork; False if there is none."""
+        if not self.forking:
+            return False
+        request = self.forking.pop()
+        self._give_up_prompt(request, request.num_prompt_tokens)
+        return True
+
+    def _give_up_prompt(self, request: Request, num_tokens: int) -> None:
+        """Free a prompt of which num_tokens are computed; the request waits again, before the others."""
+        self.stats.recomputed_tokens += num_tokens
+        request.lost_tokens = num_tokens
+        request.drop_prompt()
+        self.waiting.appendleft(request)
+
+    def _preempt(self, victim: Sequence) -> None:
+        self.running.remove(victim)
+        self.stats.preemptions += 1
+        if victim.is_prompt:
+            self._give_up_prompt(victim.request, victim.num_computed)
+            return
+        self.stats.recomputed_tokens += victim.num_computed
+        self._release(victim)
+        victim.num_preemptions += 1
+        victim.num_computed, victim.recomputing = 0, True
+        self.preempted.appendleft(victim)
 
     def prefilled(self, prompt: Sequence, logits_row: object) -> None:
         """A prompt's last chunk has run: its completions may fork from the next iteration on."""
@@ -229,9 +313,25 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         sequence.table.free()
+        sequence.cached = []
         if sequence.slot >= 0:
             self._free_slots.append(sequence.slot)
             sequence.slot = -1
+
+    def abort(self, request: Request) -> None:
+        """Drop whatever of a request waits or runs, and give its blocks back; finished completions stay as they are."""
+        for sequence in [s for s in self.running if s.request is request]:
+            self.finish(sequence)
+        for queue in (self.waiting, self.forking):
+            if request in queue:
+                queue.remove(request)
+        self.preempted = deque(s for s in self.preempted if s.request is not request)
+        request.drop_prompt()
+        request.unforked.clear()
+
+    def begun(self) -> list[Request]:
+        """Requests that have computed something under the current weights."""
+        return list(dict.fromkeys([*self.forking, *(s.request for s in (*self.running, *self.preempted))]))
 
     def abort_all(self) -> None:
         """Drop everything that waits or runs, wherever an interrupt has struck: every block and slot is free."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from rollout.block_pool import BlockPool, BlockTable
 from rollout.config import SamplingParams
+from rollout.prefix_cache import CachedBlock, CacheKey
 from rollout.types import FinishReason
 
 
@@ -25,6 +26,11 @@ class Sequence:
     """Row of its prompt's logits, until it has drawn its first token from them."""
     recomputing: bool = False
     """Preempted: its tokens are prefilled again before it goes on."""
+    num_preemptions: int = 0
+    first_token_at: float = 0.0
+    """Clock when it drew its first token."""
+    cached: list[CachedBlock] = field(default_factory=list)
+    """Nodes of its leading blocks in the prefix cache."""
     logprobs: list[float] = field(default_factory=list)
     raw_logprobs: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -57,6 +63,14 @@ class Request:
     """Longest sequence: by max_new_tokens, the model and the pool."""
     prompt: Sequence | None = None
     """Holds the prompt's blocks from its prefill until the last completion has been forked."""
+    salt: str | None = None
+    """Requests share cached KV only with those of the same salt."""
+    submitted_at: float = 0.0
+    """Clock when it was submitted."""
+    lost_tokens: int = 0
+    """Prompt tokens whose KV was given up and has to be found or computed again."""
+    policy_version: int = 0
+    """Weights that it runs under, from its admission on."""
     logits_row: object | None = None
     """Logits after the prompt, on the device; every completion draws its first token from them."""
     unforked: deque[int] = field(default_factory=deque)
@@ -66,6 +80,19 @@ class Request:
 
     def __post_init__(self) -> None:
         self.unforked.extend(range(self.n))
+
+    forked_from: "Request | None" = None
+    num_forked: int = 0
+    """Forks of its running completions so far."""
+
+    @property
+    def family(self) -> "Request":
+        """The request whose prompt blocks this one shares: its own, or that of the sequence it was forked from."""
+        return self.forked_from.family if self.forked_from is not None else self
+
+    @property
+    def cache_key(self) -> CacheKey:
+        return (self.policy_version, self.salt)
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -1,25 +1,42 @@
 """What the engine has to say of itself."""
 
-from dataclasses import dataclass
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rollout.scheduler import Scheduler
+from rollout.sequence import Sequence
+
+_LATENCIES_KEPT = 4096
 
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Sizes, and counters since the engine started; peaks are those of the last generate_rollouts call."""
+    """Sizes and gauges of now, peaks since the last call began, counters since the engine started."""
 
     num_blocks: int
     num_free_blocks: int
+    """Blocks that no sequence holds; cached ones are free."""
+    num_cached_blocks: int
+    """Free blocks whose KV can still be found by its tokens."""
     block_size: int
     pool_bytes: int
+    num_running: int
+    num_waiting: int
+    """Requests that have not begun, and sequences that were preempted."""
     peak_blocks_used: int
     peak_blocks_shared: int
     """Blocks held by two or more sequences at once."""
     peak_running: int
+    kv_waste: float
+    """Mean share of the slots in blocks in use that hold no token (the unfilled ends of last blocks), 0 to 1."""
     prompt_tokens: int
     completion_tokens: int
     forward_steps: int
     seconds: float
-    """Time spent generating."""
+    """Time spent in steps."""
     preemptions: int
     recomputed_tokens: int
     forks: int
@@ -27,6 +44,13 @@ class EngineStats:
     """Partly filled blocks copied because a fork had to write to them."""
     prefix_tokens_saved: int
     """Prompt tokens that forks did not have to prefill."""
+    cache_queried_tokens: int
+    cache_hit_tokens: int
+    """Prompt tokens found in the prefix cache, of those looked up."""
+    time_to_first_token: tuple[float, float]
+    """Seconds from submission to a completion's first token: median and 99th percentile of the last completions."""
+    time_per_token: tuple[float, float]
+    """Seconds per further token of a completion: median and 99th percentile of the last completions."""
     policy_version: int
     exact: bool
     exact_reason: str
@@ -39,3 +63,72 @@ class EngineStats:
     @property
     def tokens_per_second(self) -> float:
         return self.completion_tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def cache_hit_rate(self) -> float:
+        """Share of the looked-up prompt tokens that were found, 0 to 1."""
+        return self.cache_hit_tokens / self.cache_queried_tokens if self.cache_queried_tokens else 0.0
+
+
+def _percentiles(values: deque[float]) -> tuple[float, float]:
+    if not values:
+        return (0.0, 0.0)
+    median, late = np.percentile(np.array(values), [50, 99])
+    return (float(median), float(late))
+
+
+@dataclass
+class Meter:
+    """Observes the engine's steps."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    forward_steps: int = 0
+    seconds: float = 0.0
+    peak_used: int = 0
+    peak_shared: int = 0
+    peak_running: int = 0
+    _waste_sum: float = 0.0
+    _waste_count: int = 0
+    _first: deque[float] = field(default_factory=lambda: deque(maxlen=_LATENCIES_KEPT))
+    _per_token: deque[float] = field(default_factory=lambda: deque(maxlen=_LATENCIES_KEPT))
+
+    def begin_call(self) -> None:
+        self.peak_used = self.peak_shared = self.peak_running = 0
+        self._waste_sum, self._waste_count = 0.0, 0
+
+    def planned(self, scheduler: Scheduler) -> None:
+        """An iteration has been planned; its blocks are allocated."""
+        pool = scheduler.pool
+        used = pool.num_blocks - pool.num_free_blocks
+        self.peak_used = max(self.peak_used, used)
+        self.peak_shared = max(self.peak_shared, pool.num_shared_blocks)
+        self.peak_running = max(self.peak_running, len(scheduler.running))
+        if used:
+            unfilled = sum(max(0, len(s.table.blocks) * pool.block_size - s.num_tokens) for s in scheduler.running)
+            self._waste_sum += unfilled / (used * pool.block_size)
+            self._waste_count += 1
+
+    def drew(self, sequence: Sequence) -> None:
+        """A sequence has drawn a token."""
+        self.completion_tokens += 1
+        if len(sequence.logprobs) == 1:
+            sequence.first_token_at = time.perf_counter()
+            self._first.append(sequence.first_token_at - sequence.request.submitted_at)
+
+    def finished(self, sequence: Sequence) -> None:
+        further = len(sequence.logprobs) - 1
+        if further > 0:
+            self._per_token.append((time.perf_counter() - sequence.first_token_at) / further)
+
+    @property
+    def kv_waste(self) -> float:
+        return self._waste_sum / self._waste_count if self._waste_count else 0.0
+
+    @property
+    def time_to_first_token(self) -> tuple[float, float]:
+        return _percentiles(self._first)
+
+    @property
+    def time_per_token(self) -> tuple[float, float]:
+        return _percentiles(self._per_token)

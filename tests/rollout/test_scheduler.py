@@ -8,7 +8,8 @@ import pytest
 
 from rollout.block_pool import BlockPool
 from rollout.config import SamplingParams
-from rollout.scheduler import Chunk, ScheduledBatch, Scheduler
+from rollout.scheduled import Chunk, ScheduledBatch
+from rollout.scheduler import Scheduler
 from rollout.sequence import Request, Sequence
 
 Prefix = tuple[int, ...]
@@ -26,6 +27,7 @@ class Simulation:
     max_num_seqs: int = 8
     max_num_batched_tokens: int = 32
     stop_probability: float = 0.0
+    prefix_cache: bool = True
     seed: int = 0
     steps: int = 0
     computed: int = 0
@@ -37,7 +39,9 @@ class Simulation:
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
         self.pool = BlockPool(self.num_blocks, self.block_size)
-        self.scheduler = Scheduler(self.pool, self.max_num_seqs, self.max_num_batched_tokens)
+        self.scheduler = Scheduler(
+            self.pool, self.max_num_seqs, self.max_num_batched_tokens, prefix_cache=self.prefix_cache
+        )
 
     def add(self, prompt_length: int, n: int = 1, new_tokens: int = 4) -> Request:
         prompt = [self.random.randrange(1 << 30) for _ in range(prompt_length)]
@@ -94,7 +98,7 @@ class Simulation:
             assert self.pool.ref_count(block) == 1, "about to write to a shared block"
             entries = self.storage.setdefault(block, {})
             entries[position % self.block_size] = tuple(sequence.token_ids[: position + 1])
-        sequence.num_computed += chunk.count
+        self.scheduler.computed(chunk)
         self.computed += chunk.count
 
     def expect_past(self, sequence: Sequence, length: int) -> None:
@@ -230,7 +234,7 @@ def test_preempted_sequences_are_computed_again_and_go_on() -> None:
 
 def test_a_preempted_sequence_takes_its_prompts_blocks_from_a_sibling() -> None:
     """A prompt of 8 blocks and 8 completions in 18: while one runs, another comes back behind the prompt's blocks."""
-    sim = Simulation(num_blocks=18, max_num_batched_tokens=64)
+    sim = Simulation(num_blocks=18, max_num_batched_tokens=64, prefix_cache=False)
     sim.add(32, n=8, new_tokens=30)
     came_back = 0
     while sim.scheduler.has_work:
