@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rollout.builtin import build_tiny, warm_started_directory
 from rollout.config import RolloutConfig, SamplingParams
 from rollout.engine import RolloutEngine
+from rollout.errors import RolloutError
 from rollout.prompts import Prompt
 from rollout.requests import OnError
 from rollout.types import RolloutGroup
@@ -63,6 +64,8 @@ def generate_rollouts(
     """
     given = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     params = replace(sampling or SamplingParams(), **{name: v for name, v in given.items() if v is not None})  # type: ignore[arg-type]
+    if model is None and (tokenizer is not None or (config is not None and _current is not None)):
+        raise RolloutError("tokenizer= and config= go with model=; a running trainer's engine has its own")
     if model is None and _current is not None:
         return _current.generate_rollouts(prompts, n, params, on_error=on_error)
     with RolloutEngine(model, tokenizer, config) if model is not None else _builtin_engine(config) as engine:

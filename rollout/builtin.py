@@ -63,5 +63,5 @@ def build_tiny(seed: int) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast]:
 
 def warm_started_directory() -> Path | None:
     """The newest warm-started tiny model that a training run left in the cache, or None."""
-    found = [path.parent for path in cache_directory().glob("warm_start/*/config.json")]
+    found = [path.parent for path in cache_directory().glob("warm_start/[!.]*/config.json")]
     return max(found, key=lambda path: path.stat().st_mtime, default=None)

@@ -84,6 +84,8 @@ class SamplingParams:
         _require(
             t == 0.0 or (math.isfinite(t) and t >= 1e-10), "temperature", t, "must be 0 (greedy) or at least 1e-10"
         )
+        for name in ("top_k", "max_new_tokens"):
+            _require(isinstance(getattr(self, name), int), name, getattr(self, name), "must be a whole number")
         _require(self.top_k >= 0, "top_k", self.top_k, "must be 0 (off) or more")
         _require(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "must lie in (0, 1]")
         _require(0.0 <= self.min_p <= 1.0, "min_p", self.min_p, "must lie in [0, 1]")

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
@@ -18,6 +19,9 @@ from rollout.types import FinishReason, Rollout
 
 Ended = list[tuple[RolloutHandle, Rollout]]
 """Completions that have ended, each with the handle of its request."""
+
+WhileRunning = Literal["refuse", "drain", "abort"]
+"""What a weight update does with requests that have begun under the old weights."""
 
 
 class EngineCore:
@@ -135,7 +139,7 @@ class EngineCore:
         handle = self._handles[request]
         reason: FinishReason = sequence.finish_reason or "abort"
         ids = sequence.completion_ids
-        text = decode_completion(request.prompt_ids, ids, self._tokenizer) if self._tokenizer else None
+        text = decode_completion(request.prompt_ids, ids, self._tokenizer) if self._tokenizer is not None else None
         rollout = Rollout(
             sequence.index, ids, sequence.logprobs, sequence.raw_logprobs, text, reason, request.policy_version
         )
@@ -173,6 +177,30 @@ class EngineCore:
         if not ended:
             self._close(request)
         return ended
+
+    def settle(self, running: WhileRunning, step: Callable[[], Ended]) -> None:
+        """Before the weights change: see that no request has begun under the old ones."""
+        if running not in ("refuse", "drain", "abort"):
+            raise RolloutError(f"running={running!r}: use refuse, drain or abort")
+        if not self.scheduler.has_begun:
+            return
+        if running == "refuse":
+            raise RolloutError(
+                'requests have begun under the old weights: end them, or say running="abort" (or "drain")'
+            )
+        if running == "drain":
+            self.drain(step)
+        else:
+            self.abort_begun()
+
+    def drain(self, step: Callable[[], Ended]) -> None:
+        """Step until every request that has begun has ended; those that wait stay where they are."""
+        self.scheduler.admits = False
+        try:
+            while self.scheduler.has_begun:
+                step()
+        finally:
+            self.scheduler.admits = True
 
     def abort_begun(self) -> None:
         """Drop every request that has begun; those that wait stay."""

@@ -1,12 +1,11 @@
 """The engine: prompts in, groups of completions out, over the caller's own weights."""
 
-import dataclasses
-import logging
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -15,27 +14,22 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rollout.block_pool import BlockPool
 from rollout.config import RolloutConfig, SamplingParams
-from rollout.core import EngineCore
-from rollout.errors import ExactnessError, RolloutError
-from rollout.exactness import check_parity, probe
+from rollout.core import EngineCore, WhileRunning
+from rollout.errors import RolloutError
+from rollout.exactness import decide_exactness
 from rollout.kv_cache import KVCache, LayerGroup
-from rollout.loading import check_module, load_model, load_tokenizer, resolve_device
+from rollout.loading import check_matches, check_module, load_model, load_tokenizer, longest_sequence, resolve_device
 from rollout.memory import pool_size
 from rollout.model_runner import ModelRunner
 from rollout.prompts import Prompt, end_token_ids
-from rollout.requests import BadPrompt, Limits, OnError, RolloutHandle, make_requests
+from rollout.requests import BadPrompt, Limits, OnError, RequestOptions, RolloutHandle, make_requests
 from rollout.sampler import TRAIN
 from rollout.scheduler import Scheduler
 from rollout.sequence import Request
-from rollout.stats import EngineStats
+from rollout.stats import EngineStats, collect
 from rollout.types import Rollout, RolloutGroup
 from rollout.views import check_shared, identify, make_view, training_view
 from rollout.weights import WeightWatch, check_update
-
-logger = logging.getLogger(__name__)
-
-WhileRunning = Literal["refuse", "drain", "abort"]
-"""What a weight update does with requests that have begun under the old weights."""
 
 _BAR_DELAY = 5.0  # seconds before a progress bar shows
 
@@ -56,19 +50,19 @@ class RolloutEngine:
     ) -> None:
         self.config = config = config or RolloutConfig()
         if isinstance(model, str | Path):
-            tokenizer = tokenizer or load_tokenizer(model)
+            tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
             self.module = load_model(model, config.dtype, resolve_device(config.device))
         else:
             self.module = check_module(model)
         self.tokenizer = tokenizer
         parameter = next(self.module.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
-        self._check_module_matches()
-        self.max_model_len = self._resolve_max_model_len()
+        check_matches(config, self.device, self.dtype)
+        self.max_model_len = longest_sequence(config, self.module.config)
         self.end_token_ids = end_token_ids(self.module, tokenizer)
         self.layer_group = LayerGroup.of(self.module.config, self.dtype)
         num_blocks = pool_size(config, self.layer_group, self.max_model_len, self.device)
-        self.exact, self.exact_reason = self._resolve_exact()
+        self.exact, self.exact_reason = decide_exactness(self.module, self.layer_group, config, self.max_model_len)
 
         self.pool = BlockPool(num_blocks, config.block_size)
         self.scheduler = Scheduler(
@@ -79,38 +73,13 @@ class RolloutEngine:
             prefix_cache=config.prefix_cache,
         )
         self._limits = Limits(self.module.config.vocab_size, self.max_model_len, num_blocks, config.block_size)
+        self._make_requests = partial(make_requests, tokenizer=tokenizer, limits=self._limits)
         self._identity = identify(self.module)
         self._watch = WeightWatch(self.module)
         cache = KVCache(self.layer_group, num_blocks, config.block_size, self.device)
         view = make_view(self.module, exact=self.exact)
         self._runner: ModelRunner | None = ModelRunner(view, cache, config.max_num_seqs, exact=self.exact)
         self._core = EngineCore(self.scheduler, self._runner, tokenizer, self.end_token_ids)
-
-    def _check_module_matches(self) -> None:
-        config = self.config
-        if config.dtype != "auto" and getattr(torch, config.dtype) != self.dtype:
-            raise RolloutError(f"dtype={config.dtype!r}, but the module is in {self.dtype}: convert it, or use auto")
-        if config.device != "auto" and resolve_device(config.device).type != self.device.type:
-            raise RolloutError(f"device={config.device!r}, but the module is on {self.device}: move it, or use auto")
-
-    def _resolve_max_model_len(self) -> int:
-        limit = int(self.module.config.max_position_embeddings)
-        wanted = self.config.max_model_len
-        if wanted is not None and wanted > limit:
-            raise RolloutError(f"max_model_len={wanted} is more than the model's max_position_embeddings of {limit}")
-        return wanted or limit
-
-    def _resolve_exact(self) -> tuple[bool, str]:
-        mode = self.config.exact
-        report = probe(self.module, self.layer_group, self.config.block_size, self.max_model_len, exact=mode != "off")
-        check_parity(report, self.dtype)
-        if mode == "off":
-            return False, "exact=off"
-        if not report.exact:
-            if mode == "require":
-                raise ExactnessError(f"exact='require', but {report.reason}: use exact=auto to recompute log-probs")
-            logger.warning("exact=auto: %s; the trainer will recompute log-probs", report.reason)
-        return report.exact, report.reason
 
     # -- generating ---------------------------------------------------------------------------------------------
 
@@ -135,7 +104,10 @@ class RolloutEngine:
         any work if an input is bad; with on_error="return" a bad prompt gets a group with `error` set and one rollout
         of finish_reason "error", and the others run. progress: show a bar; None: on a terminal, in long calls.
         """
-        requests = self._make_requests(prompts, n, sampling, step, keys, purpose, salt, on_error)
+        self._ready()
+        requests = self._make_requests(
+            prompts, n, sampling, step=step, keys=keys, purpose=purpose, salt=salt, on_error=on_error
+        )
         total = sum(request.n for request in requests if isinstance(request, Request))
         entries: list[RolloutHandle | BadPrompt] = []
         shown = {None: None, True: False, False: True}[progress]
@@ -151,20 +123,15 @@ class RolloutEngine:
         prompts: Seq[Prompt],
         n: int = 16,
         sampling: SamplingParams | Seq[SamplingParams] | None = None,
-        *,
-        step: int = 0,
-        keys: Seq[int] | None = None,
-        purpose: int = TRAIN,
-        salt: str | None = None,
-        on_error: OnError = "raise",
+        **options: Unpack[RequestOptions],
     ) -> Iterator[tuple[int, Rollout]]:
         """Like generate_rollouts, but yields (place of the prompt, rollout) as soon as each rollout has ended.
 
         Inputs are checked at once. Dropping or closing the iterator, or an exception in its consumer, aborts what is
         left and gives its blocks back.
         """
-        requests = self._make_requests(prompts, n, sampling, step, keys, purpose, salt, on_error)
-        return self._stream(requests, [])
+        self._ready()
+        return self._stream(self._make_requests(prompts, n, sampling, **options), [])
 
     def _stream(
         self, requests: Seq[Request | BadPrompt], entries: list[RolloutHandle | BadPrompt]
@@ -204,34 +171,10 @@ class RolloutEngine:
         salt: str | None = None,
     ) -> RolloutHandle:
         """Queue a prompt, from any thread; step() runs it. Raises RolloutError if it is bad."""
-        (request,) = self._make_requests([prompt], n, sampling, step, [key], purpose, salt, "raise")
+        self._ready()
+        (request,) = self._make_requests([prompt], n, sampling, step=step, keys=[key], purpose=purpose, salt=salt)
         assert isinstance(request, Request)
         return self._core.submit(request)
-
-    def _make_requests(
-        self,
-        prompts: Seq[Prompt],
-        n: int,
-        sampling: SamplingParams | Seq[SamplingParams] | None,
-        step: int,
-        keys: Seq[int] | None,
-        purpose: int,
-        salt: str | None,
-        on_error: OnError,
-    ) -> list[Request | BadPrompt]:
-        self._ready()
-        return make_requests(
-            prompts,
-            n,
-            sampling,
-            self.tokenizer,
-            self._limits,
-            step=step,
-            keys=keys,
-            purpose=purpose,
-            salt=salt,
-            on_error=on_error,
-        )
 
     def _ready(self) -> ModelRunner:
         if self._runner is None:
@@ -281,6 +224,7 @@ class RolloutEngine:
 
     @policy_version.setter
     def policy_version(self, version: int) -> None:
+        self._watch.acknowledge()
         self.scheduler.set_policy_version(version)
 
     def weights_updated(self, running: WhileRunning = "refuse") -> None:
@@ -294,7 +238,7 @@ class RolloutEngine:
         check_shared(self.module, self._identity)
         if running == "drain" and self.scheduler.has_begun:
             raise RolloutError('running="drain": the old weights are gone already; call drain() before changing them')
-        self._settle(running)
+        self._core.settle(running, self.step)
         self._new_version()
 
     def update_weights(self, tensors: Mapping[str, Tensor], running: WhileRunning = "refuse") -> None:
@@ -305,34 +249,15 @@ class RolloutEngine:
         """
         self._ready()
         copies = check_update(self.module, tensors)
-        self._settle(running)
+        self._core.settle(running, self.step)
         with torch.no_grad():
             for target, given in copies.items():
                 target.copy_(given)
         self._new_version()
 
-    def _settle(self, running: WhileRunning) -> None:
-        if running not in ("refuse", "drain", "abort"):
-            raise RolloutError(f"running={running!r}: use refuse, drain or abort")
-        if not self.scheduler.has_begun:
-            return
-        if running == "refuse":
-            raise RolloutError(
-                'requests have begun under the old weights: end them, or say running="abort" (or "drain")'
-            )
-        if running == "drain":
-            self.drain()
-        else:
-            self._core.abort_begun()
-
     def drain(self) -> None:
         """Step until every request that has begun has ended; those that wait stay where they are."""
-        self.scheduler.admits = False
-        try:
-            while self.scheduler.has_begun:
-                self.step()
-        finally:
-            self.scheduler.admits = True
+        self._core.drain(self.step)
 
     def _new_version(self) -> None:
         self._watch.acknowledge()
@@ -369,32 +294,15 @@ class RolloutEngine:
         return training_view(self.module, exact=self.exact, gradient_checkpointing=gradient_checkpointing)
 
     def stats(self) -> EngineStats:
-        scheduler, meter, cache = self.scheduler, self._core.meter, self.pool.cache
-        held = self._runner is not None and not self._runner.cache.released
-        return EngineStats(
-            num_blocks=self.pool.num_blocks,
-            num_free_blocks=self.pool.num_free_blocks,
-            num_cached_blocks=cache.num_idle,
-            block_size=self.config.block_size,
-            pool_bytes=self._runner.cache.num_bytes if self._runner is not None and held else 0,
-            num_running=len(scheduler.running),
+        """Sizes, gauges, peaks and counters of now."""
+        released = self._runner is None or self._runner.cache.released
+        return collect(
+            self.scheduler,
+            self._core.meter,
+            pool_bytes=0 if self._runner is None or released else self._runner.cache.num_bytes,
             num_waiting=self._core.num_waiting,
-            peak_blocks_used=meter.peak_used,
-            peak_blocks_shared=meter.peak_shared,
-            peak_running=meter.peak_running,
-            kv_waste=meter.kv_waste,
-            prompt_tokens=meter.prompt_tokens,
-            completion_tokens=meter.completion_tokens,
-            forward_steps=meter.forward_steps,
-            seconds=meter.seconds,
-            cache_queried_tokens=cache.num_queried_tokens,
-            cache_hit_tokens=cache.num_hit_tokens,
-            time_to_first_token=meter.time_to_first_token,
-            time_per_token=meter.time_per_token,
-            policy_version=self.policy_version,
             exact=self.exact,
             exact_reason=self.exact_reason,
-            **dataclasses.asdict(scheduler.stats),
         )
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ view, and once through transformers' own attention. The first two have to agree 
 within rounding (parity: the engine runs this model right).
 """
 
+import logging
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -13,8 +14,8 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from rollout.block_pool import BlockPool
-from rollout.config import SamplingParams
-from rollout.errors import RolloutError
+from rollout.config import RolloutConfig, SamplingParams
+from rollout.errors import ExactnessError, RolloutError
 from rollout.kv_cache import KVCache, LayerGroup
 from rollout.model_runner import ModelRunner
 from rollout.packing import build_pack
@@ -23,6 +24,8 @@ from rollout.sequence import Request, Sequence
 from rollout.views import AttentionContext, make_view, raw_logits
 from rollout_kernels.activations import SiLU
 from rollout_kernels.tiles import SEGMENT_SIZE
+
+logger = logging.getLogger(__name__)
 
 _PROBES = ((1, (3,)), (SEGMENT_SIZE + 11, (9, 2, 6)), (5, (7, 1)))
 """(prompt length, completion lengths): one row, past a segment's edge (and any window) with siblings, and few."""
@@ -38,7 +41,7 @@ class ProbeReport:
     """Tokens whose logits differ in some bit between decoding and the pack."""
     num_tokens: int
     parity_gap: float
-    """Largest log-prob difference from transformers' eager attention, in nats."""
+    """Largest mean log-prob difference from transformers' eager attention at a token, in nats, by probability."""
     num_threads: int
     varying_activations: list[str]
     """Activations whose bits may depend on the size of their tensor."""
@@ -134,16 +137,32 @@ def probe(module: PreTrainedModel, group: LayerGroup, block_size: int, max_len: 
         for completion in completions:
             ids = torch.tensor([prompt + completion[:-1]], device=device)
             expected.append(eager(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 :])
-    gap = (decoded.float().log_softmax(-1) - torch.cat(expected).float().log_softmax(-1)).abs().max()
+    ours, theirs = (logits.float().log_softmax(-1) for logits in (decoded, torch.cat(expected)))
+    gap = (theirs.exp() * (ours - theirs).abs()).sum(-1).max()
     varying = _varying_activations(view)
     return ProbeReport(differing, len(decoded), float(gap), torch.get_num_threads(), varying)
 
 
 def check_parity(report: ProbeReport, dtype: torch.dtype) -> None:
     """Refuse a model whose log-probs are not transformers' within the dtype's rounding."""
-    limit = 1e-3 if dtype == torch.float32 else 0.5
+    limit = 1e-3 if dtype == torch.float32 else 0.2
     if not report.parity_gap <= limit:
         raise RolloutError(
             f"the engine does not run this model right: log-probs differ from transformers' eager attention by"
             f" {report.parity_gap:.2g} nats (at most {limit} expected in {dtype}); please report the model's config"
         )
+
+
+def decide_exactness(
+    module: PreTrainedModel, group: LayerGroup, config: RolloutConfig, max_len: int
+) -> tuple[bool, str]:
+    """Whether generator and trainer will agree in every bit, and why; refuses what config.exact or parity forbid."""
+    report = probe(module, group, config.block_size, max_len, exact=config.exact != "off")
+    check_parity(report, group.dtype)
+    if config.exact == "off":
+        return False, "exact=off"
+    if not report.exact:
+        if config.exact == "require":
+            raise ExactnessError(f"exact='require', but {report.reason}: use exact=auto to recompute log-probs")
+        logger.warning("exact=auto: %s; the trainer will recompute log-probs", report.reason)
+    return report.exact, report.reason

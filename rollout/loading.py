@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -16,8 +17,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from rollout.config import RolloutConfig
 from rollout.errors import RolloutError
-from rollout.views import default_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,15 @@ def resolve_device(device: str) -> torch.device:
 
 def _unsupported(model_type: str | None) -> RolloutError:
     return RolloutError(f"model_type={model_type!r} is not supported; supported: {', '.join(SUPPORTED_MODEL_TYPES)}")
+
+
+def default_dtype(dtype: torch.dtype | str | None, device: torch.device) -> torch.dtype:
+    """The dtype that "auto" stands for: what the model is stored in; float16 becomes bf16 on CUDA and fp32 on a CPU."""
+    stored = getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+    if stored in (torch.float32, torch.bfloat16):
+        assert isinstance(stored, torch.dtype)
+        return stored
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def check_config(config: PretrainedConfig) -> None:
@@ -82,7 +92,11 @@ def check_directory(path: str | Path, *, needs_tokenizer: bool = True) -> Path:
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a model directory."""
-    tokenizer = AutoTokenizer.from_pretrained(check_directory(path), local_files_only=True)
+    directory = check_directory(path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise RolloutError(f"model directory {str(path)!r}: its tokenizer does not load ({error})") from error
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
     return tokenizer
 
@@ -90,7 +104,10 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 def load_model(path: str | Path, dtype: str = "auto", device: torch.device | str = "cpu") -> PreTrainedModel:
     """A causal language model from a directory of safetensors, in `dtype`, on `device`, in eval mode."""
     directory = check_directory(path, needs_tokenizer=False)
-    model_type = json.loads((directory / "config.json").read_text()).get("model_type")
+    try:
+        model_type = json.loads((directory / "config.json").read_text()).get("model_type")
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise RolloutError(f"model directory {str(path)!r}: config.json is not JSON ({error})") from error
     if model_type not in SUPPORTED_MODEL_TYPES:
         raise _unsupported(model_type)
     config = AutoConfig.from_pretrained(directory, local_files_only=True)
@@ -100,17 +117,39 @@ def load_model(path: str | Path, dtype: str = "auto", device: torch.device | str
     if dtype == "auto" and config.dtype is not None and config.dtype != wanted:
         logger.warning("model is stored in %s; dtype=auto runs it in %s", config.dtype, wanted)
     # `.to(bfloat16)` after loading would round the rotary frequencies too
-    model, info = AutoModelForCausalLM.from_pretrained(
-        directory,
-        config=config,
-        dtype=wanted,
-        local_files_only=True,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,  # reported below, with the others
-    )
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            directory,
+            config=config,
+            dtype=wanted,
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below, with the others
+        )
+    except SafetensorError as error:
+        raise RolloutError(f"model directory {str(path)!r}: its weights do not load ({error})") from error
     for problem in ("missing_keys", "mismatched_keys"):
         if info[problem]:
             raise RolloutError(f"weights in {str(path)!r}: {problem.replace('_', ' ')} {sorted(info[problem])[:5]}")
     if info["unexpected_keys"]:
         logger.warning("weights in %s that the model does not use: %s", path, sorted(info["unexpected_keys"])[:5])
     return check_module(model).to(device).eval()
+
+
+def check_matches(config: RolloutConfig, device: torch.device, dtype: torch.dtype) -> None:
+    """Refuse a configuration that asks for another device or dtype than the module's."""
+    if config.dtype != "auto" and getattr(torch, config.dtype) != dtype:
+        raise RolloutError(f"dtype={config.dtype!r}, but the module is in {dtype}: convert it, or use auto")
+    wanted = resolve_device(config.device)
+    if config.device != "auto" and (wanted.type, wanted.index or 0) != (device.type, device.index or 0):
+        raise RolloutError(f"device={config.device!r}, but the module is on {device}: move it, or use auto")
+
+
+def longest_sequence(config: RolloutConfig, model_config: PretrainedConfig) -> int:
+    """Longest sequence in tokens: max_model_len, else the model's own limit."""
+    limit = int(model_config.max_position_embeddings)
+    if config.max_model_len is not None and config.max_model_len > limit:
+        raise RolloutError(
+            f"max_model_len={config.max_model_len} is more than the model's max_position_embeddings of {limit}"
+        )
+    return config.max_model_len or limit

@@ -52,6 +52,10 @@ def _need_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedToke
 
 
 def _encode_text(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RolloutError(f"{_short(text)} has half a surrogate pair, which is no character") from error
     # a string that was rendered by a chat template already has its BOS
     rendered = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
     ids: list[int] = tokenizer(text, add_special_tokens=not rendered, return_attention_mask=False)["input_ids"]

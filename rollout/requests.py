@@ -3,17 +3,28 @@
 import secrets
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypedDict
 
 from transformers import PreTrainedTokenizerBase
 
 from rollout.config import SamplingParams
 from rollout.errors import RolloutError
 from rollout.prompts import Prompt, encode_prompt
+from rollout.sampler import TRAIN
 from rollout.sequence import Request
 from rollout.types import Rollout, RolloutGroup
 
 OnError = Literal["raise", "return"]
+
+
+class RequestOptions(TypedDict, total=False):
+    """What a call may say of all its prompts; see RolloutEngine.generate_rollouts."""
+
+    step: int
+    keys: Seq[int] | None
+    purpose: int
+    salt: str | None
+    on_error: OnError
 
 
 @dataclass(frozen=True)
@@ -83,14 +94,14 @@ def make_requests(
     prompts: Seq[Prompt],
     n: int,
     sampling: SamplingParams | Seq[SamplingParams] | None,
+    *,
     tokenizer: PreTrainedTokenizerBase | None,
     limits: Limits,
-    *,
-    step: int,
-    keys: Seq[int] | None,
-    purpose: int,
-    salt: str | None,
-    on_error: OnError,
+    step: int = 0,
+    keys: Seq[int] | None = None,
+    purpose: int = TRAIN,
+    salt: str | None = None,
+    on_error: OnError = "raise",
 ) -> list[Request | BadPrompt]:
     """One request per prompt, in order. Raises RolloutError naming the prompt's place, unless on_error="return"."""
     if isinstance(prompts, str):
@@ -99,7 +110,7 @@ def make_requests(
         raise RolloutError(f"n={n}: ask for at least one completion per prompt")
     if on_error not in ("raise", "return"):
         raise RolloutError(f"on_error={on_error!r}: use raise or return")
-    per_prompt = _one_per_prompt(sampling or SamplingParams(), len(prompts))
+    per_prompt = _one_per_prompt(SamplingParams() if sampling is None else sampling, len(prompts))
     key_list = list(range(len(prompts))) if keys is None else list(keys)
     if len(key_list) != len(prompts):
         raise RolloutError(f"{len(key_list)} keys for {len(prompts)} prompts: give one per prompt")

@@ -8,6 +8,7 @@ again later. The sequence at the head of `running` is never preempted for anothe
 
 from collections import deque
 
+from rollout import prefixes
 from rollout.block_pool import BlockPool, BlockTable
 from rollout.scheduled import Chunk, ScheduledBatch, SchedulerStats
 from rollout.sequence import Request, Sequence
@@ -113,7 +114,7 @@ class Scheduler:
     def _readmit(self, batch: ScheduledBatch, budget: int) -> int:
         while self.preempted and budget > 0 and len(self.running) < self.max_num_seqs:
             sequence = self.preempted[0]
-            computed = self._adopt_prefix(sequence)
+            computed = prefixes.adopt(sequence, self.pool, cached=self.prefix_cache)
             needed = sequence.table.num_blocks_to_write(computed, sequence.num_tokens)
             if needed > self._room_beside_running(sequence.num_preemptions):
                 sequence.table.free()
@@ -178,8 +179,8 @@ class Scheduler:
                 return
             request.policy_version = self.policy_version
             prompt = request.start_prompt(self.pool)
-            computed = self._adopt_prefix(prompt)
-            if self._being_computed(prompt, computed):
+            computed = prefixes.adopt(prompt, self.pool, cached=self.prefix_cache)
+            if self.prefix_cache and prefixes.being_computed(prompt, computed, self.running, self.pool.block_size):
                 request.drop_prompt()
                 continue
             needed = prompt.table.num_blocks_to_write(computed, prompt.num_tokens)
@@ -194,49 +195,13 @@ class Scheduler:
             self.pool.cache.num_hit_tokens += computed
             budget -= self._start(batch, prompt, computed, budget)
 
-    # -- prefixes -----------------------------------------------------------------------------------------------
-
-    def _adopt_prefix(self, sequence: Sequence) -> int:
-        """Give a sequence without blocks those that hold its first tokens already; returns how many tokens they hold.
-
-        The last token is always computed: its logits are needed.
-        """
-        request, cache = sequence.request, self.pool.cache
-        sequence.cached = []
-        if self.prefix_cache:
-            blocks = cache.match(request.cache_key, sequence.token_ids, sequence.num_tokens - 1)
-            for block in blocks:
-                self.pool.share(block)
-            sequence.table = BlockTable(self.pool, blocks)
-            sequence.cached = [cache.node(block) for block in blocks]
-        elif not sequence.is_prompt:
-            sequence.table = request.shared_prefix(self.pool.block_size) or sequence.table
-        return len(sequence.table.blocks) * self.pool.block_size
-
-    def _being_computed(self, prompt: Sequence, computed: int) -> bool:
-        """Whether a running prompt is about to fill the block that this one would compute first."""
-        end = computed + self.pool.block_size
-        if not self.prefix_cache or end >= prompt.num_tokens:
-            return False
-        wanted, key = prompt.token_ids[:end], prompt.request.cache_key
-        return any(
-            s.is_prompt and s.num_tokens >= end and s.token_ids[:end] == wanted and s.request.cache_key == key
-            for s in self.running
-        )
+    # -- what has been computed ---------------------------------------------------------------------------------
 
     def computed(self, chunk: Chunk) -> None:
         """A chunk has run: its KV is there, and its full blocks can be found by others."""
-        sequence = chunk.sequence
-        sequence.num_computed += chunk.count
-        size, cache = self.pool.block_size, self.pool.cache
-        while self.prefix_cache and (len(sequence.cached) + 1) * size <= sequence.num_computed:
-            i = len(sequence.cached)
-            tokens = tuple(sequence.token_ids[i * size : (i + 1) * size])
-            after = sequence.cached[-1] if sequence.cached else None
-            node = cache.extend(sequence.request.cache_key, after, tokens, sequence.table.blocks[i])
-            if node is None:
-                return
-            sequence.cached.append(node)
+        chunk.sequence.num_computed += chunk.count
+        if self.prefix_cache:
+            prefixes.register(chunk.sequence, self.pool)
 
     def set_policy_version(self, version: int) -> None:
         """The weights changed: KV of earlier ones cannot be found any more."""

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
@@ -132,3 +132,35 @@ class Meter:
     @property
     def time_per_token(self) -> tuple[float, float]:
         return _percentiles(self._per_token)
+
+
+def collect(
+    scheduler: Scheduler, meter: Meter, *, pool_bytes: int, num_waiting: int, exact: bool, exact_reason: str
+) -> EngineStats:
+    """Everything that can be said of an engine now."""
+    pool = scheduler.pool
+    return EngineStats(
+        num_blocks=pool.num_blocks,
+        num_free_blocks=pool.num_free_blocks,
+        num_cached_blocks=pool.cache.num_idle,
+        block_size=pool.block_size,
+        pool_bytes=pool_bytes,
+        num_running=len(scheduler.running),
+        num_waiting=num_waiting,
+        peak_blocks_used=meter.peak_used,
+        peak_blocks_shared=meter.peak_shared,
+        peak_running=meter.peak_running,
+        kv_waste=meter.kv_waste,
+        prompt_tokens=meter.prompt_tokens,
+        completion_tokens=meter.completion_tokens,
+        forward_steps=meter.forward_steps,
+        seconds=meter.seconds,
+        cache_queried_tokens=pool.cache.num_queried_tokens,
+        cache_hit_tokens=pool.cache.num_hit_tokens,
+        time_to_first_token=meter.time_to_first_token,
+        time_per_token=meter.time_per_token,
+        policy_version=scheduler.policy_version,
+        exact=exact,
+        exact_reason=exact_reason,
+        **asdict(scheduler.stats),
+    )

@@ -189,12 +189,3 @@ def raw_logits(
     )
     logits: Tensor = out.logits[0]
     return logits
-
-
-def default_dtype(dtype: torch.dtype | str | None, device: torch.device) -> torch.dtype:
-    """The dtype that "auto" stands for: what the model is stored in; float16 becomes bf16 on CUDA and fp32 on a CPU."""
-    stored = getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
-    if stored in (torch.float32, torch.bfloat16):
-        assert isinstance(stored, torch.dtype)
-        return stored
-    return torch.bfloat16 if device.type == "cuda" else torch.float32

@@ -32,7 +32,7 @@ def main() -> None:
     summaries = [json.loads((Path(folder) / "summary.json").read_text()) for folder in sys.argv[1:]]
     if not summaries:
         raise SystemExit(__doc__)
-    print(f"| default run, {len(summaries)} seeds, {torch.get_num_threads()} threads | median | worst to best |")
+    print(f"| default run, {len(summaries)} seeds, {torch.get_num_threads()} threads | median | lowest to highest |")
     print("|---|--:|--:|")
     for label, (path, shown) in ROWS.items():
         values = sorted(_value(summary, path) for summary in summaries)

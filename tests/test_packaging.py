@@ -90,7 +90,7 @@ def test_wheel_holds_every_module_and_every_configuration_file(wheel: Path) -> N
         ("trainer", "trainer"),
         ("rollout_kernels", "kernels/rollout_kernels"),
     ):
-        expected |= _below(ROOT / folder, ".py", name)
+        expected |= _below(ROOT / folder, ".py", name) | {f"{name}/py.typed"}
     assert {"trainer/conf/config.yaml", "rollout/engine.py", "rollout_kernels/philox.py"} < expected
     held = set(zipfile.ZipFile(wheel).namelist())
     assert {name for name in held if ".dist-info/" not in name} == expected

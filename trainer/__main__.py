@@ -4,7 +4,7 @@ Exit status: 0 done, 1 a crash while training, 2 a configuration or input that c
 """
 
 import logging
-import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -23,11 +23,9 @@ logger = logging.getLogger(__name__)
 
 def run_training(raw: DictConfig) -> None:
     """Train as configured; SystemExit(2) for what the user can mend, SystemExit(130) for an interrupt."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
     try:
         config = parse_config(raw)
-        # heavy imports come after the cheap checks
         import transformers
 
         from trainer.loop import train
@@ -41,7 +39,9 @@ def run_training(raw: DictConfig) -> None:
     try:
         train(run)
     except KeyboardInterrupt:
-        print(f"interrupted; go on with: name={config.name} run_dir={run.run_dir} resume=auto", file=sys.stderr)
+        again = [a for a in sys.argv[1:] if not a.startswith(("name=", "run_dir=", "resume="))]
+        again += [f"name={config.name}", f"run_dir={run.run_dir}", "resume=auto"]
+        print(f"interrupted; go on with: python -m trainer {shlex.join(again)}", file=sys.stderr)
         raise SystemExit(130) from None
     finally:
         run.close()

@@ -47,6 +47,13 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
     return sorted(path for path in checkpoint_root(run_dir).glob("step-*") if (path / "trainer.json").is_file())
 
 
+def drop_later(run_dir: Path, step: int) -> None:
+    """Remove checkpoints of steps that will run again."""
+    for path in list_checkpoints(run_dir):
+        if int(path.name.removeprefix("step-")) > step:
+            shutil.rmtree(path)
+
+
 def save_checkpoint(
     run_dir: Path,
     state: TrainerState,

@@ -134,7 +134,18 @@ class TrainerConfig:
 
 
 # a rollout is a function of its own inputs, so the engine's sizes change its speed and nothing else
-_ROLLOUT_SIZES = {"block_size", "num_blocks", "memory_fraction", "max_num_seqs", "max_num_batched_tokens"}
+_ROLLOUT_SIZES = {
+    f"rollout.{name}"
+    for name in (
+        "block_size",
+        "num_blocks",
+        "memory_fraction",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "prefill_chunk_size",
+        "prefix_cache",
+    )
+}
 
 
 def parse_config(raw: DictConfig | dict[str, Any]) -> TrainerConfig:
@@ -199,6 +210,17 @@ def _check_combinations(config: TrainerConfig) -> None:
         raise ConfigError("task.path: task=jsonl needs a file, as in task.path=FILE")
     if config.reward.kind == "custom" and not config.reward.path:
         raise ConfigError("reward.path: reward=custom needs package.module:function or FILE.py:function")
+    for key, path, kind, wanted in (
+        ("model.path", config.model.path, config.model.kind, "hf"),
+        ("task.path", config.task.path, config.task.kind, "jsonl"),
+        ("task.eval_path", config.task.eval_path, config.task.kind, "jsonl"),
+        ("reward.path", config.reward.path, config.reward.kind, "custom"),
+    ):
+        if path is not None and kind != wanted:
+            group = key.split(".")[0]
+            raise ConfigError(f"{key}={path!r}: is for {group}={wanted}, and {group} is {kind}; add {group}={wanted}")
+    if config.algorithm.kl_coef and sampling_params(config).cuts:
+        raise ConfigError("algorithm.kl_coef: a KL term needs the whole vocabulary; switch off top_k, top_p and min_p")
     if config.sampling.temperature == 0.0:
         raise ConfigError("sampling.temperature=0.0: greedy rollouts of a group are all equal and teach nothing")
     if config.model.kind == "hf" and config.model.warm_start_steps:
@@ -209,18 +231,19 @@ def _check_combinations(config: TrainerConfig) -> None:
 
 def trajectory_keys(config: TrainerConfig) -> dict[str, Any]:
     """Every key that decides what a run computes, flat; a resumed run must have the same values."""
-    flat = dict(_flatten(config, ""))
+    # without exactness the engine's sizes change its bits
+    flat = dict(_flatten(config, "", set() if config.rollout.exact == "off" else _ROLLOUT_SIZES))
     if config.optim.schedule != "constant":
         flat["steps"] = config.steps  # the learning rate of every step depends on where the run ends
     return flat
 
 
-def _flatten(node: Any, prefix: str) -> list[tuple[str, Any]]:
+def _flatten(node: Any, prefix: str, without: set[str]) -> list[tuple[str, Any]]:
     found: list[tuple[str, Any]] = []
     for spec in fields(node):
         value, key = getattr(node, spec.name), f"{prefix}{spec.name}"
         if is_dataclass(value):
-            found += _flatten(value, f"{key}.")
-        elif spec.metadata.get("trajectory", True) and not (prefix == "rollout." and spec.name in _ROLLOUT_SIZES):
+            found += _flatten(value, f"{key}.", without)
+        elif spec.metadata.get("trajectory", True) and f"{prefix}{spec.name}" not in without:
             found.append((key, value))
     return found

@@ -5,7 +5,7 @@ import logging
 import torch
 from torch import Tensor
 
-from rollout import RolloutGroup, use_engine
+from rollout import ExactnessError, RolloutGroup, use_engine
 from trainer.advantages import group_advantages
 from trainer.batch import TrainingBatch, micro_batches
 from trainer.checkpoint import TrainerState, save_checkpoint
@@ -30,11 +30,12 @@ def train(run: Run) -> None:
     progress = Progress(run.start_step, config.steps)
     if run.start_step >= config.steps:
         logger.info("nothing left to do: %d of %d steps are done", run.start_step, config.steps)
+        return
     with use_engine(engine):
         if run.start_step == 0:
             _record_first(run)
+        timer.step = {}
         for step in range(run.start_step, config.steps):
-            timer.step = {}
             with timer.phase("step"):
                 before = engine.stats()
                 rows, groups = _rollouts(run, step)
@@ -50,6 +51,7 @@ def train(run: Run) -> None:
                     engine.weights_updated()
             metrics |= completion_metrics(groups, reward_table)
             _record(run, metrics, step + 1, progress, rows, groups, rewards)
+            timer.step = {}  # what a checkpoint takes counts for the next line
             if _due(config.checkpoint.every, step + 1, config.steps):
                 with timer.phase("checkpoint"):
                     state = TrainerState(step + 1, trajectory_keys(config), torch.get_num_threads())
@@ -99,9 +101,21 @@ def _update(run: Run, groups: list[RolloutGroup], advantages: Tensor, step: int)
         loss = _loss(run, batch, scores, num_tokens)
         loss.loss.backward()  # type: ignore[no-untyped-call]
         metrics.add(batch, scores, loss)
+    _hold_exactness(run, metrics.gap_max)
     lr = learning_rate(config.optim, step, config.steps)
     grad_norm = run.optimizer.step(lr)
     return metrics.result() | {"grad_norm": grad_norm, "learning_rate": lr}
+
+
+def _hold_exactness(run: Run, gap_max: float) -> None:
+    """The probe is a sample: if a step shows a difference after all, refuse or fall back, and say so."""
+    if gap_max == 0.0 or not run.engine.exact:
+        return
+    reason = f"generator's and trainer's log-probs differ by up to {gap_max:.2g}"
+    if run.config.rollout.exact == "require":
+        raise ExactnessError(f"exact='require', but {reason}: use exact=auto to recompute log-probs")
+    logger.warning("%s; from now on the trainer's own are used", reason)
+    run.engine.exact, run.engine.exact_reason = False, reason
 
 
 def _loss(run: Run, batch: TrainingBatch, scores: TokenScores, num_tokens: int) -> PolicyLoss:

@@ -87,7 +87,9 @@ def engine_metrics(before: EngineStats, after: EngineStats) -> Metrics:
     return counts | {
         "rollout/kv_cache_usage": after.kv_cache_usage,
         "rollout/blocks_shared": float(after.peak_blocks_shared),
-        "rollout/tokens_per_second": tokens / seconds,
+        "rollout/kv_waste": after.kv_waste,
+        "rollout/cache_hit_tokens": float(after.cache_hit_tokens - before.cache_hit_tokens),
+        "rollout/tokens_per_second": tokens / seconds if tokens else 0.0,
         "rollout/policy_version": float(after.policy_version),
     }
 

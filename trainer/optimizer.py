@@ -104,7 +104,7 @@ class MasterAdamW:
             if kind == "master":
                 master.copy_(value)
             else:
-                self._adamw.state[master][kind] = value.to(master.device if kind != "step" else "cpu", copy=True)
+                self._adamw.state[master][kind] = value.to(master.device, copy=True)
         self._write_back()
 
     def close(self) -> None:

@@ -16,8 +16,8 @@ from trainer.config import ConfigError, RewardConfig
 from trainer.rows import SHUFFLE_PURPOSE, Row, permutation
 from trainer.tasks import RewardFunction, Task, exact_match, numeric
 
-# advantages are computed in fp32, so that is where a reward must be finite
-_LARGEST = float(np.finfo(np.float32).max)
+# advantages are computed in fp32, where sums and squares of larger ones would not be finite
+_LARGEST = 1e15
 
 
 def make_reward(config: RewardConfig, task: Task) -> RewardFunction:
@@ -60,6 +60,15 @@ def load_reward(path: str) -> RewardFunction:
 def reward_name(function: Callable[..., Any]) -> str:
     """A name for messages and metrics; partials and instances have none of their own."""
     return str(getattr(function, "__name__", type(function).__name__))
+
+
+def check_arguments(function: RewardFunction, rows: Sequence[Row]) -> None:
+    """Refuse a reward that wants an argument which no row has."""
+    known = {"prompts", "completions", "completion_ids", "answer"} | {name for row in rows for name in row.columns}
+    variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    for name, parameter in inspect.signature(function).parameters.items():
+        if name not in known and parameter.default is inspect.Parameter.empty and parameter.kind not in variable:
+            raise ConfigError(f"reward: {reward_name(function)} wants {name!r}, which is no field of the rows")
 
 
 def score(function: RewardFunction, rows: Sequence[Row], groups: Sequence[RolloutGroup]) -> list[list[float]]:

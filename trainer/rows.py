@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from rollout_kernels.philox import uniform53
 from trainer.config import ConfigError
 
-DATA_PURPOSE, SHUFFLE_PURPOSE, SPLIT_PURPOSE, WARM_START_PURPOSE = 16, 17, 18, 19
+DATA_PURPOSE, SHUFFLE_PURPOSE, SPLIT_PURPOSE, WARM_START_PURPOSE, STYLE_PURPOSE = 16, 17, 18, 19, 20
 """Keys of the counter-based generator, apart from those that rollouts draw from."""
 
 _RESERVED = {"prompts", "completions", "completion_ids"}
@@ -42,9 +42,10 @@ def permutation(n: int, seed: int, purpose: int, epoch: int = 0) -> NDArray[np.i
 class RowStream:
     """An endless stream over the rows, reshuffled every epoch; a batch may span two epochs, none is dropped."""
 
-    def __init__(self, rows: Sequence[Row], seed: int) -> None:
+    def __init__(self, rows: Sequence[Row], seed: int, purpose: int = DATA_PURPOSE) -> None:
         self.rows = rows
         self.seed = seed
+        self.purpose = purpose
         self._epoch = -1
         self._order: NDArray[np.int64] = np.zeros(0, np.int64)
 
@@ -55,7 +56,7 @@ class RowStream:
     def _at(self, place: int) -> Row:
         epoch, offset = divmod(place, len(self.rows))
         if epoch != self._epoch:
-            self._epoch, self._order = epoch, permutation(len(self.rows), self.seed, DATA_PURPOSE, epoch)
+            self._epoch, self._order = epoch, permutation(len(self.rows), self.seed, self.purpose, epoch)
         return self.rows[int(self._order[offset])]
 
 

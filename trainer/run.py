@@ -1,8 +1,8 @@
 """A run: everything the loop needs, made and checked before the first step."""
 
 import dataclasses
-import json
 import logging
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ from rollout.views import training_view
 from trainer import checkpoint
 from trainer.config import ConfigError, TrainerConfig, sampling_params, trajectory_keys
 from trainer.optimizer import MasterAdamW
-from trainer.rewards import make_reward
+from trainer.rewards import check_arguments, make_reward
 from trainer.rows import RowStream
 from trainer.tasks import RewardFunction, Task, make_task
 from trainer.tracking import MetricsFile, SafeTracker, make_tracker
@@ -88,6 +88,7 @@ def prepare(config: TrainerConfig) -> Run:
         logger.warning("the run began with %d threads and goes on with %d", state.num_threads, torch.get_num_threads())
     task = make_task(config.task, config.seed)
     reward = make_reward(config.reward, task)
+    check_arguments(reward, task.train_rows)
     timer = PhaseTimer()
 
     with timer.phase("load"):
@@ -105,8 +106,7 @@ def prepare(config: TrainerConfig) -> Run:
         engine.policy_version = state.step
         logger.info("resumed from %s", found)
     start = state.step if state is not None else 0
-
-    run_dir.mkdir(parents=True, exist_ok=True)
+    _prepare_directory(run_dir, found, start)
     values = dataclasses.asdict(config)
     OmegaConf.save(OmegaConf.create(values), run_dir / "config.yaml")
     return Run(
@@ -122,11 +122,24 @@ def prepare(config: TrainerConfig) -> Run:
         reference=None if reference is None else _frozen_view(engine, reference),
         optimizer=optimizer,
         start_step=start,
-        # without a checkpoint everything runs again, the evaluation of step 0 too
-        metrics_file=MetricsFile(run_dir / "metrics.jsonl", -1 if state is None else start),
-        tracker=make_tracker(config.tracking, run_dir, config.name, json.loads(json.dumps(values))),
+        metrics_file=MetricsFile(run_dir / "metrics.jsonl", start),
+        tracker=make_tracker(config.tracking, run_dir, config.name, values if start < config.steps else None),
         timer=timer,
     )
+
+
+def _prepare_directory(run_dir: Path, found: Path | None, start: int) -> None:
+    """Leave in run_dir what the run goes on from: metrics up to its start, and no later checkpoint."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    metrics = run_dir / "metrics.jsonl"
+    if found is None and metrics.exists():
+        kept = metrics.rename(run_dir / "metrics.before-restart.jsonl")
+        logger.warning("no checkpoint in %s: starting over; earlier metrics are in %s", run_dir, kept.name)
+    if found is not None:
+        source = found.absolute().parents[1] / "metrics.jsonl"
+        if source != metrics and source.is_file():
+            shutil.copy(source, metrics)
+        checkpoint.drop_later(run_dir, start)
 
 
 def _model_directory(config: TrainerConfig, task: Task, timer: PhaseTimer) -> Path:

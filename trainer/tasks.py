@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 from trainer.config import ConfigError, TaskConfig
@@ -33,13 +34,15 @@ def exact_match(completions: list[str], answer: list[Any], **_: Any) -> list[flo
 
 
 def numeric(completions: list[str], answer: list[Any], **_: Any) -> list[float]:
-    """1 if the last number in the completion equals the answer (to one part in a million); else 0."""
+    """1 if the completion's last number equals the answer's (integers exactly, others to one in a million); else 0."""
 
     def score(text: str, want: Any) -> float:
         found, wanted = _NUMBER.findall(text), _NUMBER.findall(str(want))
         if not found or not wanted:
             return 0.0
-        got, expected = (float(number.replace(",", "")) for number in (found[-1], wanted[-1]))
+        got, expected = (Decimal(number.replace(",", "")) for number in (found[-1], wanted[-1]))
+        if got == got.to_integral_value() and expected == expected.to_integral_value():
+            return float(got == expected)
         return float(math.isclose(got, expected, rel_tol=1e-6))
 
     return [score(text, want) for text, want in zip(completions, answer, strict=True)]

@@ -73,9 +73,9 @@ class SafeTracker:
         self._try("finish")
 
 
-def make_tracker(config: TrackingConfig, run_dir: Path, name: str, values: dict[str, Any]) -> SafeTracker:
-    """The configured tracker; one that cannot start is a warning."""
-    if config.kind == "none":
+def make_tracker(config: TrackingConfig, run_dir: Path, name: str, values: dict[str, Any] | None) -> SafeTracker:
+    """The configured tracker; one that cannot start is a warning. values: the run's settings; None: nothing to log."""
+    if config.kind == "none" or values is None:
         return SafeTracker(None)
     try:
         return SafeTracker(WandbTracker(config, run_dir, name, values))

@@ -1,6 +1,6 @@
 """Warm start: imitate worked examples briefly, since a random model earns no reward to learn from.
 
-The result is cached by content: the key is a digest of everything that it depends on.
+The result is cached by content: the key is a digest of the model's shape, the examples, the settings and versions.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rollout import SamplingParams
-from rollout.builtin import build_tiny, cache_directory
+from rollout.builtin import build_tiny, cache_directory, tiny_config
 from rollout.kv_cache import LayerGroup
 from rollout.packing import build_pack
 from rollout.prompts import encode_prompt
@@ -24,7 +24,7 @@ from rollout.views import training_view
 from trainer.config import ModelConfig, OptimConfig, TaskConfig
 from trainer.optimizer import MasterAdamW, learning_rate
 from trainer.policy import score_tokens
-from trainer.rows import WARM_START_PURPOSE, RowStream, uniforms
+from trainer.rows import STYLE_PURPOSE, WARM_START_PURPOSE, Row, RowStream, uniforms
 from trainer.tasks import Task
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,8 @@ def warm_started_tiny(model: ModelConfig, task_config: TaskConfig, task: Task, s
         "model": asdict(model),
         "task": asdict(task_config),
         "seed": seed,
+        "shape": tiny_config().to_diff_dict(),
+        "examples": [_example(task, row, place / 64) for place, row in enumerate(task.train_rows[:64])],
         "num_threads": torch.get_num_threads(),
         "versions": [torch.__version__, transformers.__version__],
     }
@@ -58,9 +60,17 @@ def warm_started_tiny(model: ModelConfig, task_config: TaskConfig, task: Task, s
     partial = Path(tempfile.mkdtemp(dir=target.parent, prefix=".writing-"))
     module.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
-    shutil.rmtree(target, ignore_errors=True)
-    partial.rename(target)
+    try:
+        partial.rename(target)
+    except OSError:
+        if not (target / "config.json").is_file():
+            raise
+        shutil.rmtree(partial)  # another run of the same configuration was faster
     return target
+
+
+def _example(task: Task, row: Row, uniform: float) -> str:
+    return f"{row.prompt}{task.worked_example(row, uniform) if task.worked_example is not None else ''}"
 
 
 def imitate(
@@ -70,7 +80,7 @@ def imitate(
     assert task.worked_example is not None
     optim = OptimConfig(lr=config.warm_start_lr, warmup_steps=20, schedule="linear")
     optimizer = MasterAdamW(module.named_parameters(), optim)
-    stream = RowStream(task.train_rows, seed)
+    stream = RowStream(task.train_rows, seed, WARM_START_PURPOSE)
     vocab_size, end = module.config.vocab_size, tokenizer.eos_token_id
     size = config.warm_start_batch_size
     layer = LayerGroup.of(module.config, module.dtype)
@@ -78,7 +88,7 @@ def imitate(
     for step in range(config.warm_start_steps):
         rows = stream.take(step * size, size)
         groups = []
-        for row, uniform in zip(rows, uniforms(size, seed, WARM_START_PURPOSE, step), strict=True):
+        for row, uniform in zip(rows, uniforms(size, seed, STYLE_PURPOSE, step), strict=True):
             text = task.worked_example(row, float(uniform))
             completion = [*tokenizer(text, add_special_tokens=False)["input_ids"], end]
             groups.append((encode_prompt(row.prompt, tokenizer, vocab_size), [completion]))

@@ -378,7 +378,7 @@ def test_a_call_within_a_call_is_refused_and_the_outer_one_goes_on(
     assert engine.policy_version == 0
 
 
-TRACED = ("engine", "scheduler", "block_pool", "sequence")
+TRACED = ("core", "engine", "scheduler", "block_pool", "sequence")
 
 
 class InterruptAt:
@@ -669,7 +669,8 @@ def test_generate_rollouts_uses_the_engine_of_a_running_trainer(alone: list[Any]
         generate_rollouts(PROMPTS, 1, sampling=SAMPLING)  # still open
 
 
-def test_generate_rollouts_without_a_model_says_what_it_uses() -> None:
+def test_generate_rollouts_without_a_model_says_what_it_uses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COWROLL_CACHE", str(tmp_path))
     with pytest.warns(UserWarning, match="built-in tiny model, with random weights"):
         groups = generate_rollouts(["1+1="], max_new_tokens=2)
     assert [len(group.rollouts) for group in groups] == [16]

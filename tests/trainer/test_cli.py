@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -195,7 +196,9 @@ def test_interrupt_ends_with_130_and_says_how_to_go_on(here: Path, command: Comm
     (here / "judge.py").write_text("def f(completions):\n    raise KeyboardInterrupt\n")
     status, errors = command(*SMALL, "name=mine", "reward=custom", "reward.path=judge.py:f")
     assert status == 130
-    assert f"name=mine run_dir={here / 'run'} resume=auto" in errors
+    hint = shlex.split(errors.splitlines()[-1].partition("go on with: python -m trainer ")[2])
+    assert hint[0] == "experiment=smoke"
+    assert hint[-3:] == ["name=mine", f"run_dir={here / 'run'}", "resume=auto"]
 
 
 # -- composition --------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from trainer.config import ConfigError, SamplingConfig, TrainerConfig, parse_con
 CONF = Path(__file__).resolve().parents[2] / "conf"
 FILES = sorted(CONF.rglob("*.yaml"))
 OPTIONS = [path for path in FILES if path.parent not in (CONF, CONF / "experiment")]
-NEEDED = {"model": ["model.path=DIR"], "task": ["task.path=FILE"], "reward": ["reward.path=module:function"]}
+NEEDED = {"model=hf": "model.path=DIR", "task=jsonl": "task.path=FILE", "reward=custom": "reward.path=module:function"}
 """What an option of a group may need beside itself."""
 
 
@@ -47,9 +47,9 @@ def _get(config: TrainerConfig, key: str) -> Any:
 
 @pytest.mark.parametrize("path", OPTIONS, ids=_name)
 def test_every_option_arrives_as_its_file_says(path: Path) -> None:
-    config = _parse(_name(path), *NEEDED.get(path.parent.name, []))
-    given = yaml.safe_load(path.read_text())
-    given |= {"path": NEEDED[path.parent.name][0].split("=")[1]} if "path" in given else {}
+    needed = [NEEDED[_name(path)]] if _name(path) in NEEDED else []
+    config = _parse(_name(path), *needed)
+    given = yaml.safe_load(path.read_text()) | dict([override.split(".")[1].split("=") for override in needed])
     assert {name: getattr(getattr(config, path.parent.name), name) for name in given} == given
 
 
@@ -71,7 +71,7 @@ def test_default_options_and_top_level_keys() -> None:
     config = _parse()
     plain = [f.name for f in dataclasses.fields(TrainerConfig) if not dataclasses.is_dataclass(f.type)]
     assert set(shipped) - {"defaults", "hydra"} == set(plain)
-    assert (config.seed, config.steps, config.resume) == (0, 100, None)
+    assert (config.seed, config.steps, config.resume) == (0, 160, None)
     assert (config.model.kind, config.task.kind, config.tracking.kind) == ("tiny", "arithmetic", "wandb")
     assert re.fullmatch(r"tiny-arithmetic-\d{8}-\d{6}", config.name)
     assert config.run_dir == f"outputs/{config.name}"
@@ -224,7 +224,7 @@ def test_value_at_the_edge_arrives_in_its_type(override: str, key: str, value: A
 def test_trajectory_keys_hold_what_decides_the_numbers() -> None:
     keys = trajectory_keys(_parse("optim.lr=3e-5", "seed=7", "rollout.exact=off", "task.eval_rows=9"))
     expected = {"optim.lr": 3e-5, "seed": 7, "rollout.exact": "off", "task.eval_rows": 9, "rollout.dtype": "auto"}
-    expected |= {"algorithm.group_size": 8, "sampling.temperature": 1.0, "model.warm_start_steps": 600}
+    expected |= {"algorithm.group_size": 8, "sampling.temperature": 1.0, "model.warm_start_steps": 330}
     expected |= {"reward.kind": "task", "model.kind": "tiny", "rollout.max_model_len": None, "task.path": None}
     assert {key: keys.get(key, "absent") for key in expected} == expected
 
@@ -243,3 +243,24 @@ def test_trajectory_keys_leave_out_what_only_changes_names_and_speed() -> None:
 @pytest.mark.parametrize(("schedule", "steps"), [("constant", None), ("linear", 40), ("cosine", 40)])
 def test_number_of_steps_counts_only_if_the_schedule_depends_on_it(schedule: str, steps: int | None) -> None:
     assert trajectory_keys(_parse("steps=40", f"optim.schedule={schedule}")).get("steps") == steps
+
+
+@pytest.mark.parametrize(
+    ("override", "remedy"),
+    [("model.path=a", "model=hf"), ("task.eval_path=a", "task=jsonl"), ("'reward.path=a:b'", "reward=custom")],
+)
+def test_a_path_that_nothing_would_read_is_refused(override: str, remedy: str) -> None:
+    override = override.strip("'")
+    with pytest.raises(ConfigError, match=rf"^{re.escape(override.split('=')[0])}=.*; add {remedy}$"):
+        _parse(override)
+
+
+def test_a_kl_term_over_part_of_the_vocabulary_is_refused() -> None:
+    """Policy and reference would cut by their own logits, and the difference of their log-probs be no KL."""
+    with pytest.raises(ConfigError, match=r"^algorithm\.kl_coef"):
+        _parse("algorithm.kl_coef=0.1", "sampling.top_p=0.9")
+
+
+def test_sizes_of_the_engine_belong_to_the_trajectory_where_bits_depend_on_them() -> None:
+    assert "rollout.num_blocks" not in trajectory_keys(_parse())
+    assert "rollout.num_blocks" in trajectory_keys(_parse("rollout.exact=off"))
