@@ -233,6 +233,7 @@ class Scheduler:
             self.running.append(child)
         else:
             child.recomputing = True
+            self.stats.recomputed_tokens += child.num_tokens - 1
             self.preempted.append(child)
         return child
 
