@@ -212,3 +212,14 @@ def test_a_device_that_is_not_there_is_named(device: str) -> None:
     with pytest.raises(RolloutError, match=f"device='{device}': this machine has no CUDA device"):
         resolve_device(device)
     assert resolve_device("auto") == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("config.json", "config.json is not JSON"), ("model.safetensors", "weights do not load")]
+)
+def test_a_file_cut_short_is_named(tmp_path: Path, name: str, message: str) -> None:
+    directory = save_directory(tmp_path, random_model("llama"))
+    content = (directory / name).read_bytes()
+    (directory / name).write_bytes(content[: len(content) // 2])
+    with pytest.raises(RolloutError, match=message):
+        load_model(directory)

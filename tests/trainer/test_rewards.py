@@ -15,7 +15,7 @@ import torch
 
 from rollout import Rollout, RolloutError, RolloutGroup
 from trainer.config import ConfigError, RewardConfig, TaskConfig
-from trainer.rewards import load_reward, make_reward, reward_name, score, shuffled
+from trainer.rewards import check_arguments, load_reward, make_reward, reward_name, score, shuffled
 from trainer.rows import Row
 from trainer.tasks import exact_match, final_answer, make_task, numeric
 
@@ -330,3 +330,25 @@ def test_shuffled_moves_rewards_from_every_group_to_every_place() -> None:
     # 500 each, with a standard deviation of 19.4: beyond five of them lies 1 in a million
     assert sum(counts) == 2000
     assert all(abs(count - 500) < 97 for count in counts)
+
+
+def test_an_argument_that_no_row_has_is_refused_before_training() -> None:
+    rows = [Row("p", "a", {"level": 1})]
+
+    def fine(completions: list[str], level: list[int], unit: str = "m") -> list[float]:
+        return [float(value) for value in level]
+
+    def wants_more(completions: list[str], topic: list[str]) -> list[float]:
+        return [0.0 for _ in topic]
+
+    check_arguments(fine, rows)
+    with pytest.raises(ConfigError, match="wants_more wants 'topic'"):
+        check_arguments(wants_more, rows)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "expected"),
+    [("1234567", "1234568", 0.0), ("is 42.", 42, 1.0), ("0.3333333", "0.33333333", 1.0), ("1,000", "1000", 1.0)],
+)
+def test_integers_are_compared_exactly(text: str, answer: object, expected: float) -> None:
+    assert numeric([text], [answer]) == [expected]

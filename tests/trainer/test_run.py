@@ -226,3 +226,56 @@ def test_a_resume_with_another_learning_rate_is_refused(tmp_path: Path) -> None:
     run_once(tmp_path, "steps=1", "checkpoint.every=1")
     with pytest.raises(ConfigError, match=r"optim\.lr: the run began with"):
         prepare(configure(tmp_path, "steps=2", "resume=auto", "optim.lr=0.5"))
+
+
+def test_resuming_from_an_earlier_checkpoint_drops_the_later_ones(tmp_path: Path) -> None:
+    run_once(tmp_path, "steps=6", "checkpoint.every=2", "checkpoint.keep=9")
+    first = tmp_path / "checkpoints/step-000002"
+    run = prepare(configure(tmp_path, "steps=6", "checkpoint.every=2", f"resume={first}"))
+    run.close()
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000002"]
+    assert [line["step"] for line in metrics_of(run)] == [0, 1, 2]
+
+
+def test_another_runs_checkpoint_brings_its_metrics_along(tmp_path: Path) -> None:
+    run_once(tmp_path / "a", "steps=2", "checkpoint.every=1")
+    run = run_once(tmp_path / "b", "steps=3", f"resume={tmp_path / 'a/checkpoints/step-000001'}")
+    assert [line["step"] for line in metrics_of(run)] == [0, 1, 2, 3]
+    assert len(list((tmp_path / "a/checkpoints").iterdir())) == 2
+
+
+def test_starting_over_without_a_checkpoint_keeps_the_old_metrics_aside(tmp_path: Path) -> None:
+    before = metrics_of(run_once(tmp_path, "steps=2"))
+    after = metrics_of(run_once(tmp_path, "steps=2", "resume=auto"))
+    assert after == before
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.before-restart.jsonl")] == [0, 1, 2]
+
+
+def test_resuming_a_finished_run_leaves_its_summary_alone(tmp_path: Path) -> None:
+    run_once(tmp_path, "steps=2", "checkpoint.every=2")
+    before = (tmp_path / "summary.json").read_text()
+    run_once(tmp_path, "steps=2", "checkpoint.every=2", "resume=auto")
+    assert (tmp_path / "summary.json").read_text() == before
+
+
+@pytest.mark.parametrize("exact", ["auto", "require"])
+def test_a_difference_after_all_is_refused_or_recomputed(
+    tmp_path: Path, exact: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The probe is a sample: here the generator's log-probs are off by a little in a run that it took for exact."""
+    run = prepare(configure(tmp_path, f"rollout.exact={exact}", "eval.every=0"))
+    append = run.engine._core._append
+
+    def off(sequence: Any, token: int, logprob: float, raw_logprob: float) -> bool:
+        return append(sequence, token, logprob - 0.125, raw_logprob)
+
+    monkeypatch.setattr(run.engine._core, "_append", off)
+    if exact == "require":
+        with pytest.raises(RolloutError, match=r"differ by up to 0\.12"):
+            train(run)
+        return
+    train(run)
+    ratios = [line["sampling/importance_sampling_ratio/max"] for line in metrics_of(run)]
+    assert ratios[0] > 1.1
+    assert ratios[1:] == [1.0, 1.0]
+    assert not run.engine.exact
