@@ -11,6 +11,10 @@ def _require(ok: bool, name: str, value: object, remedy: str) -> None:
         raise RolloutError(f"{name}={value!r}: {remedy}")
 
 
+def _is(kinds: type | tuple[type, ...], value: object) -> bool:
+    return isinstance(value, kinds) and not isinstance(value, bool)
+
+
 @dataclass(frozen=True)
 class RolloutConfig:
     """Sizes and modes of a RolloutEngine."""
@@ -80,12 +84,16 @@ class SamplingParams:
     """Seed of the draw, 0 to 2**32 - 1. None: the engine draws one and reports it in the group."""
 
     def __post_init__(self) -> None:
+        for name in ("top_k", "max_new_tokens"):
+            _require(_is(int, getattr(self, name)), name, getattr(self, name), "must be a whole number")
+        for name in ("temperature", "top_p", "min_p"):
+            _require(_is((int, float), getattr(self, name)), name, getattr(self, name), "must be a number")
+        _require(self.seed is None or _is(int, self.seed), "seed", self.seed, "must be a whole number or None")
+        _require(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "must be True or False")
         t = self.temperature
         _require(
             t == 0.0 or (math.isfinite(t) and t >= 1e-10), "temperature", t, "must be 0 (greedy) or at least 1e-10"
         )
-        for name in ("top_k", "max_new_tokens"):
-            _require(isinstance(getattr(self, name), int), name, getattr(self, name), "must be a whole number")
         _require(self.top_k >= 0, "top_k", self.top_k, "must be 0 (off) or more")
         _require(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "must lie in (0, 1]")
         _require(0.0 <= self.min_p <= 1.0, "min_p", self.min_p, "must lie in [0, 1]")

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Unpack
 
 import torch
@@ -38,8 +37,7 @@ class RolloutEngine:
     """Generates groups of rollouts from a model directory or from the caller's module.
 
     A module is read through a view and never changed; after its weights changed in place, call weights_updated().
-    One thread steps (generate_rollouts and stream_rollouts do); any thread may submit and abort. Use it as a context
-    manager, or close() it.
+    One thread steps (generate_rollouts and stream_rollouts do); any thread may submit and abort. close() it after use.
     """
 
     def __init__(
@@ -104,19 +102,17 @@ class RolloutEngine:
         any work if an input is bad; with on_error="return" a bad prompt gets a group with `error` set and one rollout
         of finish_reason "error", and the others run. progress: show a bar; None: on a terminal, in long calls.
         """
-        self._ready()
+        self._accept()
         requests = self._make_requests(
             prompts, n, sampling, step=step, keys=keys, purpose=purpose, salt=salt, on_error=on_error
         )
         total = sum(request.n for request in requests if isinstance(request, Request))
         entries: list[RolloutHandle | BadPrompt] = []
-        shown = {None: None, True: False, False: True}[progress]
-        with tqdm(total=total, unit="rollout", delay=_BAR_DELAY, disable=shown, leave=False) as bar:
+        hidden = None if progress is None else not progress
+        with tqdm(total=total, unit="rollout", delay=_BAR_DELAY, disable=hidden, leave=False) as bar:
             for _ in self._stream(requests, entries):
                 bar.update()
-        return [
-            entry.group(self.policy_version) if isinstance(entry, BadPrompt) else entry.group() for entry in entries
-        ]
+        return [entry.group() for entry in entries]
 
     def stream_rollouts(
         self,
@@ -127,10 +123,9 @@ class RolloutEngine:
     ) -> Iterator[tuple[int, Rollout]]:
         """Like generate_rollouts, but yields (place of the prompt, rollout) as soon as each rollout has ended.
 
-        Inputs are checked at once. Dropping or closing the iterator, or an exception in its consumer, aborts what is
-        left and gives its blocks back.
+        Inputs are checked at once. Dropping the iterator aborts what is left and gives its blocks back.
         """
-        self._ready()
+        self._accept()
         return self._stream(self._make_requests(prompts, n, sampling, **options), [])
 
     def _stream(
@@ -141,12 +136,14 @@ class RolloutEngine:
         places: dict[RolloutHandle, int] = {}
         try:
             for place, request in enumerate(requests):
-                entries.append(request if isinstance(request, BadPrompt) else self._core.submit(request))
-                entry = entries[-1]
-                if isinstance(entry, RolloutHandle):
-                    places[entry] = place
-                else:
-                    yield place, entry.group(self.policy_version).rollouts[0]
+                if isinstance(request, BadPrompt):
+                    request.policy_version = self.policy_version
+                    entries.append(request)
+                    yield place, request.group().rollouts[0]
+                    continue
+                handle = self._core.submit(request)
+                places[handle] = place
+                entries.append(handle)
             while not all(handle.done for handle in places):
                 for handle, rollout in self.step():
                     if handle in places:
@@ -171,18 +168,27 @@ class RolloutEngine:
         salt: str | None = None,
     ) -> RolloutHandle:
         """Queue a prompt, from any thread; step() runs it. Raises RolloutError if it is bad."""
-        self._ready()
+        self._accept()
         (request,) = self._make_requests([prompt], n, sampling, step=step, keys=[key], purpose=purpose, salt=salt)
         assert isinstance(request, Request)
         return self._core.submit(request)
 
-    def _ready(self) -> ModelRunner:
+    def _open(self) -> ModelRunner:
         if self._runner is None:
             raise RolloutError("this engine is closed: make a new one")
-        if self._runner.cache.released:
-            missing = self._runner.cache.num_bytes
-            raise RolloutError(f"the KV pool has been released ({missing} bytes are missing): call restore_memory()")
         return self._runner
+
+    def _ready(self) -> ModelRunner:
+        runner = self._open()
+        if runner.cache.released:
+            missing = runner.cache.num_bytes
+            raise RolloutError(f"the KV pool has been released ({missing} bytes are missing): call restore_memory()")
+        return runner
+
+    def _accept(self) -> None:
+        """Before new requests: the pool is there, and the weights are the caller's."""
+        self._ready()
+        check_shared(self.module, self._identity)
 
     @property
     def has_work(self) -> bool:
@@ -192,8 +198,7 @@ class RolloutEngine:
     def step(self) -> list[tuple[RolloutHandle, Rollout]]:
         """One iteration: plan, run, append. Returns the completions that ended, whoever submitted them.
 
-        An error or an interrupt in the middle aborts every request, gives every block back and leaves the engine
-        usable.
+        An error or an interrupt in it aborts every request, gives every block back and leaves the engine usable.
         """
         self._ready()
         return self._core.step(before=self._notice_changed_weights)
@@ -233,7 +238,7 @@ class RolloutEngine:
         KV of earlier versions cannot be found any more. Requests that wait run under the new weights. If some have
         begun: "refuse" raises, "abort" ends them; "drain" is refused, since their weights are gone (drain() before).
         """
-        self._ready()
+        self._open()
         self._core.refuse_nesting()
         check_shared(self.module, self._identity)
         if running == "drain" and self.scheduler.has_begun:
@@ -247,7 +252,7 @@ class RolloutEngine:
         All or nothing: names and shapes are checked first. `running`: what to do with requests that have begun;
         "drain" lets them end under the old weights.
         """
-        self._ready()
+        self._open()
         copies = check_update(self.module, tensors)
         self._core.settle(running, self.step)
         with torch.no_grad():
@@ -284,10 +289,8 @@ class RolloutEngine:
 
     def restore_memory(self) -> None:
         """Take the KV pool again after release_memory()."""
-        if self._runner is None:
-            raise RolloutError("this engine is closed: make a new one")
-        if self._runner.cache.released:
-            self._runner.cache.restore()
+        if self._open().cache.released:
+            self._open().cache.restore()
 
     def training_view(self, *, gradient_checkpointing: bool = False) -> PreTrainedModel:
         """The module that a loss runs through to see this engine's log-probs bit for bit; same parameters."""
@@ -313,7 +316,5 @@ class RolloutEngine:
     def __enter__(self) -> "RolloutEngine":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

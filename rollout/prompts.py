@@ -33,7 +33,7 @@ def encode_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, voc
 def _ids(prompt: object) -> list[int]:
     try:
         parts = list(prompt)  # type: ignore[call-overload]
-        if not any(isinstance(part, bool) for part in parts):
+        if not isinstance(prompt, bytes) and not any(isinstance(part, bool) for part in parts):
             return [operator.index(part) for part in parts]
     except TypeError:
         pass

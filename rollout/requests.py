@@ -71,22 +71,23 @@ class RolloutHandle:
         return self.request.prompt_ids
 
     def group(self) -> RolloutGroup:
-        """The completions that have ended, in index order."""
+        """The completions that have ended so far, in index order."""
         request = self.request
         ordered = sorted(self.rollouts, key=lambda rollout: rollout.index)
         return RolloutGroup(request.prompt_ids, ordered, request.key, request.seed)
 
 
-@dataclass(frozen=True)
+@dataclass
 class BadPrompt:
     """Stands in the place of a request whose prompt cannot be run, for on_error="return"."""
 
     key: int
     seed: int
     error: str
+    policy_version: int = 0
 
-    def group(self, policy_version: int) -> RolloutGroup:
-        failed = Rollout(0, [], [], [], None, "error", policy_version)
+    def group(self) -> RolloutGroup:
+        failed = Rollout(0, [], [], [], None, "error", self.policy_version)
         return RolloutGroup([], [failed], self.key, self.seed, self.error)
 
 
@@ -104,10 +105,11 @@ def make_requests(
     on_error: OnError = "raise",
 ) -> list[Request | BadPrompt]:
     """One request per prompt, in order. Raises RolloutError naming the prompt's place, unless on_error="return"."""
-    if isinstance(prompts, str):
-        raise RolloutError("prompts is a single string: pass a list of prompts")
-    if n < 1:
-        raise RolloutError(f"n={n}: ask for at least one completion per prompt")
+    if isinstance(prompts, str | bytes) or not isinstance(prompts, Seq):
+        kind = "single string" if isinstance(prompts, str) else type(prompts).__name__
+        raise RolloutError(f"prompts is a {kind}: pass a list of prompts")
+    if not _is_count(n) or n < 1:
+        raise RolloutError(f"n={n!r}: ask for at least one completion per prompt, in whole numbers")
     if on_error not in ("raise", "return"):
         raise RolloutError(f"on_error={on_error!r}: use raise or return")
     per_prompt = _one_per_prompt(SamplingParams() if sampling is None else sampling, len(prompts))
@@ -115,8 +117,8 @@ def make_requests(
     if len(key_list) != len(prompts):
         raise RolloutError(f"{len(key_list)} keys for {len(prompts)} prompts: give one per prompt")
     for name, value in [("step", step), *[("key", key) for key in key_list]]:
-        if not 0 <= value < 2**32:
-            raise RolloutError(f"{name}={value} must lie in 0 .. 4294967295")
+        if not _is_count(value) or not 0 <= value < 2**32:
+            raise RolloutError(f"{name}={value!r} must lie in 0 .. 4294967295, as a whole number")
     drawn = secrets.randbits(32)
     requests: list[Request | BadPrompt] = []
     for i, (prompt, params, key) in enumerate(zip(prompts, per_prompt, key_list, strict=True)):
@@ -124,6 +126,9 @@ def make_requests(
         try:
             ids = encode_prompt(prompt, tokenizer, limits.vocab_size)
             limits.check(ids)
+            outside = [i for i in params.stop_token_ids if i >= limits.vocab_size]
+            if outside:
+                raise RolloutError(f"stop token {outside[0]} is outside the model's vocabulary of {limits.vocab_size}")
         except RolloutError as error:
             if on_error == "raise":
                 raise RolloutError(f"prompt {i}: {error}") from error
@@ -132,6 +137,10 @@ def make_requests(
         max_len = min(len(ids) + params.max_new_tokens, limits.max_len)
         requests.append(Request(ids, n, params, seed, step, key, purpose, max_len, salt=salt))
     return requests
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _one_per_prompt(sampling: SamplingParams | Seq[SamplingParams], count: int) -> list[SamplingParams]:

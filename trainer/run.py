@@ -94,12 +94,17 @@ def prepare(config: TrainerConfig) -> Run:
     with timer.phase("load"):
         directory = _model_directory(config, task, timer)
         tokenizer = load_tokenizer(directory)
-        _check_prompts(task, tokenizer)
+        shortest = _check_prompts(task, tokenizer)
         device = resolve_device(config.rollout.device)
         module = load_model(directory, config.rollout.dtype, device)
         _clean_generation_config(module)
         reference = load_model(directory, config.rollout.dtype, device) if config.algorithm.kl_coef else None
         engine = RolloutEngine(module, tokenizer, config.rollout)
+        if shortest >= engine.max_model_len:
+            raise ConfigError(
+                f"rollout.max_model_len={engine.max_model_len}: no row of the task fits; the shortest prompt has"
+                f" {shortest} tokens"
+            )
     optimizer = MasterAdamW(module.named_parameters(), config.optim)
     if found is not None and state is not None:
         checkpoint.load_checkpoint(found, module, optimizer)
@@ -164,11 +169,13 @@ def _clean_generation_config(module: PreTrainedModel) -> None:
     module.generation_config = GenerationConfig(**{name: value for name, value in ids.items() if value is not None})
 
 
-def _check_prompts(task: Task, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Render every prompt once, so that a bad row is named before training starts."""
+def _check_prompts(task: Task, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Render every prompt once, so that a bad row is named before training; tokens of the shortest training prompt."""
+    lengths: dict[str, list[int]] = {"train": [], "eval": []}
     for kind, rows in (("train", task.train_rows), ("eval", task.eval_rows)):
         for i, row in enumerate(rows):
             try:
-                encode_prompt(row.prompt, tokenizer, len(tokenizer))
+                lengths[kind].append(len(encode_prompt(row.prompt, tokenizer, len(tokenizer))))
             except (ValueError, TypeError) as error:
                 raise ConfigError(f"task: {kind} row {i}: {error}") from error
+    return min(lengths["train"])

@@ -718,3 +718,38 @@ def test_eager_logits_of_the_shared_model_are_what_they_were() -> None:
     assert torch.equal(eager_logits(shared_model("qwen3"), PROMPTS[1]), eager_logits(fresh, PROMPTS[1]))
     scramble(fresh, 1)
     assert not torch.equal(eager_logits(shared_model("qwen3"), PROMPTS[1]), eager_logits(fresh, PROMPTS[1]))
+
+
+def test_a_replaced_parameter_is_refused_at_the_next_request() -> None:
+    model = random_model()
+    with small_engine(model) as engine:
+        engine.generate_rollouts(PROMPTS, 1, SAMPLING)
+        linear = model.model.layers[0].self_attn.v_proj
+        linear.weight = nn.Parameter(linear.weight.detach() * 3)
+        for call in (lambda: engine.generate_rollouts(PROMPTS, 1, SAMPLING), lambda: engine.submit(PROMPTS[0])):
+            with pytest.raises(RolloutError, match="no longer the tensor that the engine reads"):
+                call()
+
+
+def test_weights_may_be_announced_while_the_pool_is_released() -> None:
+    with small_engine(random_model()) as engine:
+        engine.release_memory()
+        engine.weights_updated()
+        engine.restore_memory()
+        assert engine.generate_rollouts(PROMPTS, 1, SAMPLING)[0].rollouts[0].policy_version == 1
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [{"n": 1.5}, {"n": True}, {"prompts": None}, {"prompts": [b"ab"]}, {"step": 1.5}, {"keys": ["a"]}],
+    ids=str,
+)
+def test_values_of_a_wrong_kind_are_named(bad: dict[str, Any]) -> None:
+    with small_engine(shared_model("qwen3")) as engine, pytest.raises(RolloutError):
+        engine.generate_rollouts(**({"prompts": [[1]], "sampling": SAMPLING} | bad))
+
+
+@pytest.mark.parametrize("bad", [{"seed": 1.5}, {"temperature": "1"}, {"ignore_eos": "no"}, {"top_p": None}], ids=str)
+def test_sampling_parameters_of_a_wrong_kind_are_named(bad: dict[str, Any]) -> None:
+    with pytest.raises(RolloutError, match=f"^{next(iter(bad))}="):
+        SamplingParams(**bad)
