@@ -11,7 +11,8 @@ def _require(ok: bool, name: str, value: object, remedy: str) -> None:
         raise RolloutError(f"{name}={value!r}: {remedy}")
 
 
-def _is(kinds: type | tuple[type, ...], value: object) -> bool:
+def is_kind(kinds: type | tuple[type, ...], value: object) -> bool:
+    """isinstance, but True and False are no numbers."""
     return isinstance(value, kinds) and not isinstance(value, bool)
 
 
@@ -85,10 +86,10 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name in ("top_k", "max_new_tokens"):
-            _require(_is(int, getattr(self, name)), name, getattr(self, name), "must be a whole number")
+            _require(is_kind(int, getattr(self, name)), name, getattr(self, name), "must be a whole number")
         for name in ("temperature", "top_p", "min_p"):
-            _require(_is((int, float), getattr(self, name)), name, getattr(self, name), "must be a number")
-        _require(self.seed is None or _is(int, self.seed), "seed", self.seed, "must be a whole number or None")
+            _require(is_kind((int, float), getattr(self, name)), name, getattr(self, name), "must be a number")
+        _require(self.seed is None or is_kind(int, self.seed), "seed", self.seed, "must be a whole number or None")
         _require(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "must be True or False")
         t = self.temperature
         _require(

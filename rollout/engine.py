@@ -244,7 +244,7 @@ class RolloutEngine:
         if running == "drain" and self.scheduler.has_begun:
             raise RolloutError('running="drain": the old weights are gone already; call drain() before changing them')
         self._core.settle(running, self.step)
-        self._new_version()
+        self.policy_version += 1
 
     def update_weights(self, tensors: Mapping[str, Tensor], running: WhileRunning = "refuse") -> None:
         """Copy new weights, by state-dict name, into the tensors that the engine reads (the caller's, if it shares).
@@ -258,15 +258,11 @@ class RolloutEngine:
         with torch.no_grad():
             for target, given in copies.items():
                 target.copy_(given)
-        self._new_version()
+        self.policy_version += 1
 
     def drain(self) -> None:
         """Step until every request that has begun has ended; those that wait stay where they are."""
         self._core.drain(self.step)
-
-    def _new_version(self) -> None:
-        self._watch.acknowledge()
-        self.scheduler.set_policy_version(self.policy_version + 1)
 
     def _notice_changed_weights(self) -> None:
         """Somebody changed the weights without a word: count it as an update, unless requests have begun."""
@@ -276,7 +272,7 @@ class RolloutEngine:
             return
         if begun:
             raise RolloutError("the weights changed while requests were running; they have been aborted")
-        self._new_version()
+        self.policy_version += 1
 
     def release_memory(self) -> int:
         """Give the KV pool back to the device's allocator (to the system, on a CPU); returns its bytes."""

@@ -100,6 +100,11 @@ class PrefixCache:
     def _offer(self, node: CachedBlock) -> None:
         if not node.children and node.block in self._idle:
             heapq.heappush(self._heap, (node.last_used, node.block))
+        # blocks that are hit again and again leave old entries behind, which nothing would ever pop
+        if len(self._heap) > 2 * len(self._nodes) + 64:
+            idle = (self._nodes[block] for block in self._idle)
+            self._heap = [(leaf.last_used, leaf.block) for leaf in idle if not leaf.children]
+            heapq.heapify(self._heap)
 
     def evict(self) -> list[int]:
         """Forget the least recently used idle leaf and return its block, free to be written.

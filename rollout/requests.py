@@ -7,7 +7,7 @@ from typing import Literal, TypedDict
 
 from transformers import PreTrainedTokenizerBase
 
-from rollout.config import SamplingParams
+from rollout.config import SamplingParams, is_kind
 from rollout.errors import RolloutError
 from rollout.prompts import Prompt, encode_prompt
 from rollout.sampler import TRAIN
@@ -108,7 +108,7 @@ def make_requests(
     if isinstance(prompts, str | bytes) or not isinstance(prompts, Seq):
         kind = "single string" if isinstance(prompts, str) else type(prompts).__name__
         raise RolloutError(f"prompts is a {kind}: pass a list of prompts")
-    if not _is_count(n) or n < 1:
+    if not is_kind(int, n) or n < 1:
         raise RolloutError(f"n={n!r}: ask for at least one completion per prompt, in whole numbers")
     if on_error not in ("raise", "return"):
         raise RolloutError(f"on_error={on_error!r}: use raise or return")
@@ -117,7 +117,7 @@ def make_requests(
     if len(key_list) != len(prompts):
         raise RolloutError(f"{len(key_list)} keys for {len(prompts)} prompts: give one per prompt")
     for name, value in [("step", step), *[("key", key) for key in key_list]]:
-        if not _is_count(value) or not 0 <= value < 2**32:
+        if not is_kind(int, value) or not 0 <= value < 2**32:
             raise RolloutError(f"{name}={value!r} must lie in 0 .. 4294967295, as a whole number")
     drawn = secrets.randbits(32)
     requests: list[Request | BadPrompt] = []
@@ -137,10 +137,6 @@ def make_requests(
         max_len = min(len(ids) + params.max_new_tokens, limits.max_len)
         requests.append(Request(ids, n, params, seed, step, key, purpose, max_len, salt=salt))
     return requests
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _one_per_prompt(sampling: SamplingParams | Seq[SamplingParams], count: int) -> list[SamplingParams]:

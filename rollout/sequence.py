@@ -77,13 +77,12 @@ class Request:
     """Completions that have not begun."""
     sequences: list[Sequence] = field(default_factory=list)
     """Completions that have begun, finished ones included."""
-
-    def __post_init__(self) -> None:
-        self.unforked.extend(range(self.n))
-
     forked_from: "Request | None" = None
     num_forked: int = 0
     """Forks of its running completions so far."""
+
+    def __post_init__(self) -> None:
+        self.unforked.extend(range(self.n))
 
     @property
     def family(self) -> "Request":
