@@ -23,7 +23,8 @@ class RolloutConfig:
     block_size: int = 16
     """Tokens per KV block."""
     num_blocks: int | None = None
-    """KV blocks in the pool. None: as many as memory_fraction allows and max_num_seqs full sequences need."""
+    """KV blocks in the pool. None: as many as memory_fraction allows and max_num_seqs full sequences need.
+    The trainer counts with the sequences and lengths of its own steps."""
     memory_fraction: float = 0.35
     """Share of the device's total memory that the KV pool may take, in (0, 1]; unused if num_blocks is set."""
     max_model_len: int | None = None

@@ -18,7 +18,7 @@ from rollout.errors import RolloutError
 from rollout.exactness import decide_exactness
 from rollout.kv_cache import KVCache, LayerGroup
 from rollout.loading import check_matches, check_module, load_model, load_tokenizer, longest_sequence, resolve_device
-from rollout.memory import pool_size
+from rollout.memory import device_bytes, pool_size
 from rollout.model_runner import ModelRunner
 from rollout.prompts import Prompt, end_token_ids
 from rollout.requests import BadPrompt, Limits, OnError, RequestOptions, RolloutHandle, make_requests
@@ -59,7 +59,7 @@ class RolloutEngine:
         self.max_model_len = longest_sequence(config, self.module.config)
         self.end_token_ids = end_token_ids(self.module, tokenizer)
         self.layer_group = LayerGroup.of(self.module.config, self.dtype)
-        num_blocks = pool_size(config, self.layer_group, self.max_model_len, self.device)
+        num_blocks = pool_size(config, self.layer_group, self.max_model_len, device_bytes(self.device))
         self.exact, self.exact_reason = decide_exactness(self.module, self.layer_group, config, self.max_model_len)
 
         self.pool = BlockPool(num_blocks, config.block_size)

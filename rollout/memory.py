@@ -1,12 +1,20 @@
-"""How many KV blocks fit."""
+"""What memory there is, how many KV blocks fit in a share of it, and what was used of it."""
 
+import ctypes
 import os
+import re
+import resource
+import sys
+from dataclasses import replace
+from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel
 
 from rollout.config import RolloutConfig
 from rollout.errors import RolloutError
 from rollout.kv_cache import LayerGroup
+from rollout.loading import longest_sequence
 
 
 def device_bytes(device: torch.device) -> int:
@@ -22,18 +30,82 @@ def device_bytes(device: torch.device) -> int:
     return min(total, int(limit)) if limit.isdigit() else total
 
 
-def pool_size(config: RolloutConfig, group: LayerGroup, max_model_len: int, device: torch.device) -> int:
-    """Blocks in the pool: num_blocks, else what memory_fraction allows or max_num_seqs sequences need, if less."""
+def pool_size(config: RolloutConfig, group: LayerGroup, max_model_len: int, total: int) -> int:
+    """Blocks in the pool: num_blocks, else what memory_fraction allows or max_num_seqs sequences need, if less.
+
+    total: bytes of the device's memory. The block that takes padding's writes counts in what memory_fraction allows.
+    """
     if config.num_blocks is not None:
         return config.num_blocks
     per_block = group.bytes_per_token() * config.block_size
-    total = device_bytes(device)
-    allowed = int(total * config.memory_fraction) // per_block
-    needed = config.max_num_seqs * -(-max_model_len // config.block_size)
+    budget = int(total * config.memory_fraction)
+    allowed = budget // per_block - 1
     if allowed < 1:
-        missing = per_block - int(total * config.memory_fraction)
         raise RolloutError(
-            f"memory_fraction={config.memory_fraction} of {total} bytes leaves no room for one KV block of {per_block}"
-            f" bytes ({missing} bytes are missing): raise it, or lower block_size"
+            f"memory_fraction={config.memory_fraction} of {total} bytes leaves no room for a KV block of {per_block}"
+            f" bytes and one for padding ({2 * per_block - budget} bytes are missing): raise it, or lower block_size"
         )
-    return min(allowed, needed)
+    return min(allowed, blocks_for(config.max_num_seqs, max_model_len, config.block_size))
+
+
+def blocks_for(num_sequences: int, length: int, block_size: int) -> int:
+    """Blocks for sequences of `length` tokens that share nothing, with the one beside each that admission looks for."""
+    return num_sequences * (-(-length // block_size) + 1)
+
+
+def sized_for(config: RolloutConfig, model: PreTrainedModel, num_sequences: int, length: int) -> RolloutConfig:
+    """The configuration with a pool for num_sequences of `length` tokens, or what memory_fraction allows, if less."""
+    if config.num_blocks is not None:
+        return config
+    parameter = next(model.parameters())
+    group = LayerGroup.of(model.config, parameter.dtype)
+    allowed = pool_size(config, group, longest_sequence(config, model.config), device_bytes(parameter.device))
+    needed = blocks_for(min(config.max_num_seqs, num_sequences), length, config.block_size)
+    return replace(config, num_blocks=min(allowed, needed))
+
+
+def _status(field: str) -> int | None:
+    """Bytes that Linux reports of this process under a name; None where it does not."""
+    try:
+        found = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return int(found[1]) * 1024 if found else None
+
+
+def used_bytes(device: torch.device) -> int:
+    """Bytes in use now: by tensors on CUDA; by the whole process on a CPU (its peak, where only that is known)."""
+    if device.type == "cuda":
+        return int(torch.cuda.memory_allocated(device))
+    return _status("VmRSS") or _peak_of_process()
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Highest use since the last reset_peak()."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    return _status("VmHWM") or _peak_of_process()
+
+
+def _peak_of_process() -> int:
+    # Linux counts kilobytes, macOS bytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def trim() -> None:
+    """Give freed heap back to the system, so that what is in use can be seen; only glibc needs and knows it."""
+    trim_heap = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim_heap is not None:
+        trim_heap(0)
+
+
+def reset_peak(device: torch.device) -> bool:
+    """Start peak_bytes() anew from now; False where the system does not let us, so that it counts from the start."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return True
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True

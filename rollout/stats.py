@@ -30,6 +30,8 @@ class EngineStats:
     peak_blocks_shared: int
     """Blocks held by two or more sequences at once."""
     peak_running: int
+    peak_waiting: int
+    """Longest queue of requests and preempted sequences."""
     kv_waste: float
     """Mean share of the slots in blocks in use that hold no token (the unfilled ends of last blocks), 0 to 1."""
     prompt_tokens: int
@@ -48,9 +50,9 @@ class EngineStats:
     cache_hit_tokens: int
     """Prompt tokens found in the prefix cache, of those looked up."""
     time_to_first_token: tuple[float, float]
-    """Seconds from submission to a completion's first token: median and 99th percentile of the last completions."""
+    """Seconds from submission to a completion's first token: median and 99th percentile since the last call began."""
     time_per_token: tuple[float, float]
-    """Seconds per further token of a completion: median and 99th percentile of the last completions."""
+    """Seconds per further token of a completion: median and 99th percentile since the last call began."""
     policy_version: int
     exact: bool
     exact_reason: str
@@ -88,14 +90,17 @@ class Meter:
     peak_used: int = 0
     peak_shared: int = 0
     peak_running: int = 0
+    peak_waiting: int = 0
     _waste_sum: float = 0.0
     _waste_count: int = 0
     _first: deque[float] = field(default_factory=lambda: deque(maxlen=_LATENCIES_KEPT))
     _per_token: deque[float] = field(default_factory=lambda: deque(maxlen=_LATENCIES_KEPT))
 
     def begin_call(self) -> None:
-        self.peak_used = self.peak_shared = self.peak_running = 0
+        self.peak_used = self.peak_shared = self.peak_running = self.peak_waiting = 0
         self._waste_sum, self._waste_count = 0.0, 0
+        self._first.clear()
+        self._per_token.clear()
 
     def planned(self, scheduler: Scheduler) -> None:
         """An iteration has been planned; its blocks are allocated."""
@@ -104,6 +109,7 @@ class Meter:
         self.peak_used = max(self.peak_used, used)
         self.peak_shared = max(self.peak_shared, pool.num_shared_blocks)
         self.peak_running = max(self.peak_running, len(scheduler.running))
+        self.peak_waiting = max(self.peak_waiting, len(scheduler.waiting) + len(scheduler.preempted))
         if used:
             unfilled = sum(max(0, len(s.table.blocks) * pool.block_size - s.num_tokens) for s in scheduler.running)
             self._waste_sum += unfilled / (used * pool.block_size)
@@ -150,6 +156,7 @@ def collect(
         peak_blocks_used=meter.peak_used,
         peak_blocks_shared=meter.peak_shared,
         peak_running=meter.peak_running,
+        peak_waiting=meter.peak_waiting,
         kv_waste=meter.kv_waste,
         prompt_tokens=meter.prompt_tokens,
         completion_tokens=meter.completion_tokens,

@@ -76,9 +76,7 @@ def test_imports_run_one_way(package: str, forbidden: set[str]) -> None:
 
 
 def test_trainer_knows_no_blocks_and_no_launches() -> None:
-    engine = {
-        f"rollout.{name}" for name in ("block_pool", "sequence", "scheduler", "model_runner", "memory", "kernels")
-    }
+    engine = {f"rollout.{name}" for name in ("block_pool", "sequence", "scheduler", "model_runner", "kernels")}
     launches = {f"rollout_kernels.{name}" for name in ("attention", "plan", "tiles", "activations")}
     assert _importers("trainer", engine | launches) == []
     named = re.compile(r"\b(block_table|BlockTable|BlockPool|ScheduledBatch|slot_mapping)\b")

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from rollout import ExactnessError, RolloutGroup, use_engine
+from rollout.scoring import TokenScores, score_tokens
 from trainer.advantages import group_advantages
 from trainer.batch import TrainingBatch, micro_batches
 from trainer.checkpoint import TrainerState, save_checkpoint
@@ -14,7 +15,6 @@ from trainer.evaluation import evaluate
 from trainer.losses import PolicyLoss, policy_loss
 from trainer.metrics import UpdateMetrics, completion_metrics, engine_metrics, memory_metrics
 from trainer.optimizer import learning_rate
-from trainer.policy import TokenScores, score_tokens
 from trainer.rewards import score, shuffled
 from trainer.rows import Row
 from trainer.run import Run
@@ -175,3 +175,5 @@ def _record(
     ]
     run.tracker.log_completions(samples[: config.tracking.completions], step)
     logger.info(progress.line(metrics, step))
+    if step == run.start_step + 1:
+        logger.info(run.memory.report())

@@ -1,16 +1,15 @@
 """Numbers per step, by the names that TRL's dashboards use where it has one."""
 
-import resource
-import sys
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from rollout import EngineStats, RolloutEngine, RolloutGroup
+from rollout.memory import peak_bytes
+from rollout.scoring import TokenScores
 from trainer.batch import TrainingBatch
 from trainer.losses import PolicyLoss
-from trainer.policy import TokenScores
 from trainer.tracking import Metrics
 
 
@@ -84,21 +83,32 @@ def engine_metrics(before: EngineStats, after: EngineStats) -> Metrics:
     """The engine's gauges and counts over one step's rollouts, from its stats before and after them."""
     counts = {f"rollout/{name}": float(getattr(after, name) - getattr(before, name)) for name in _COUNTERS}
     tokens, seconds = after.completion_tokens - before.completion_tokens, after.seconds - before.seconds
-    return counts | {
-        "rollout/kv_cache_usage": after.kv_cache_usage,
-        "rollout/blocks_shared": float(after.peak_blocks_shared),
-        "rollout/kv_waste": after.kv_waste,
-        "rollout/cache_hit_tokens": float(after.cache_hit_tokens - before.cache_hit_tokens),
-        "rollout/tokens_per_second": tokens / seconds if tokens else 0.0,
-        "rollout/policy_version": float(after.policy_version),
+    hits = after.cache_hit_tokens - before.cache_hit_tokens
+    queried = after.cache_queried_tokens - before.cache_queried_tokens
+    latencies = {
+        f"timing_s/{name}_{percentile}": seconds
+        for name, values in (("first_token", after.time_to_first_token), ("per_token", after.time_per_token))
+        for percentile, seconds in zip(("p50", "p99"), values, strict=True)
     }
+    return (
+        counts
+        | latencies
+        | {
+            "rollout/kv_cache_usage": after.kv_cache_usage,
+            "rollout/blocks_shared": float(after.peak_blocks_shared),
+            "rollout/kv_waste": after.kv_waste,
+            "rollout/cache_hit_tokens": float(hits),
+            "rollout/cache_hit_rate": hits / queried if queried else 0.0,
+            "rollout/queue_depth": float(after.peak_waiting),
+            "rollout/tokens_per_second": tokens / seconds if tokens else 0.0,
+            "rollout/policy_version": float(after.policy_version),
+        }
+    )
 
 
 def memory_metrics(engine: RolloutEngine) -> Metrics:
-    """Peak bytes of the process (on CUDA: of the device's allocator), and the KV pool's."""
-    if engine.device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(engine.device)
-    else:
-        # Linux counts kilobytes, macOS bytes
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return {"memory/peak_bytes": float(peak), "memory/kv_pool_bytes": float(engine.stats().pool_bytes)}
+    """Peak bytes of the process since the first step began (on CUDA: of the device's allocator), and the KV pool's."""
+    return {
+        "memory/peak_bytes": float(peak_bytes(engine.device)),
+        "memory/kv_pool_bytes": float(engine.stats().pool_bytes),
+    }

@@ -50,6 +50,13 @@ class MasterAdamW:
             eps=config.eps,
             fused=True,
         )
+        for master in self.masters.values():
+            # made now, not by the first step, so that memory that lasts for one step lasts for all
+            self._adamw.state[master] = {
+                "step": torch.zeros((), device=master.device),
+                "exp_avg": torch.zeros_like(master),
+                "exp_avg_sq": torch.zeros_like(master),
+            }
 
     def _accumulator(self, name: str) -> Callable[[Tensor], None]:
         def take(parameter: Tensor) -> None:
@@ -84,6 +91,21 @@ class MasterAdamW:
         for name, parameter in self.parameters.items():
             if parameter.dtype != torch.float32:
                 parameter.copy_(self.masters[name])
+
+    @property
+    def master_bytes(self) -> int:
+        """Bytes of the masters that are not the parameters themselves."""
+        return sum(m.nbytes for name, m in self.masters.items() if self.parameters[name].dtype != torch.float32)
+
+    @property
+    def moment_bytes(self) -> int:
+        """Bytes of both moments."""
+        return sum(2 * m.nbytes for m in self.masters.values())
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of masters and of the moments that are there by now."""
+        return self.master_bytes + (self.moment_bytes if self._adamw.state else 0)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Everything a resumed run needs, flat: moments and step counts, and masters that are not the parameters."""

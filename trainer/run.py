@@ -15,10 +15,12 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from rollout import RolloutEngine, RolloutError, SamplingParams
 from rollout.loading import check_directory, load_model, load_tokenizer, resolve_device
+from rollout.memory import sized_for
 from rollout.prompts import encode_prompt
 from rollout.views import training_view
 from trainer import checkpoint
 from trainer.config import ConfigError, TrainerConfig, sampling_params, trajectory_keys
+from trainer.memory import MemoryWatch, plan_memory, step_shape
 from trainer.optimizer import MasterAdamW
 from trainer.rewards import check_arguments, make_reward
 from trainer.rows import RowStream
@@ -65,6 +67,7 @@ class Run:
     """Training view of the initial weights, a second copy; only with a KL term."""
     optimizer: MasterAdamW
     start_step: int
+    memory: MemoryWatch
     metrics_file: MetricsFile
     tracker: SafeTracker
     timer: PhaseTimer
@@ -75,17 +78,24 @@ class Run:
         self.tracker.finish()
 
 
-def prepare(config: TrainerConfig) -> Run:
-    """Check, load, resume. Raises ConfigError or RolloutError for what the user can mend."""
-    run_dir = Path(config.run_dir).expanduser().absolute()
+def _check_resume(config: TrainerConfig, run_dir: Path) -> tuple[Path | None, checkpoint.TrainerState | None]:
+    """The checkpoint to go on from and its state, if there is one; refuses to run over another run."""
     found = checkpoint.find_checkpoint(config.resume, run_dir)
     own = config.resume == "auto" or (found is not None and run_dir in found.absolute().parents)
     if not own and (run_dir / "metrics.jsonl").exists():
         raise ConfigError(f"run_dir: {run_dir} holds a run already; go on with resume=auto, or give another name=")
-    trajectory = trajectory_keys(config)
-    state = checkpoint.read_state(found, trajectory) if found is not None else None
-    if state is not None and state.num_threads != torch.get_num_threads():
+    if found is None:
+        return None, None
+    state = checkpoint.read_state(found, trajectory_keys(config))
+    if state.num_threads != torch.get_num_threads():
         logger.warning("the run began with %d threads and goes on with %d", state.num_threads, torch.get_num_threads())
+    return found, state
+
+
+def prepare(config: TrainerConfig) -> Run:
+    """Check, load, resume. Raises ConfigError or RolloutError for what the user can mend."""
+    run_dir = Path(config.run_dir).expanduser().absolute()
+    found, state = _check_resume(config, run_dir)
     task = make_task(config.task, config.seed)
     reward = make_reward(config.reward, task)
     check_arguments(reward, task.train_rows)
@@ -94,12 +104,16 @@ def prepare(config: TrainerConfig) -> Run:
     with timer.phase("load"):
         directory = _model_directory(config, task, timer)
         tokenizer = load_tokenizer(directory)
-        shortest = _check_prompts(task, tokenizer)
+        lengths = _check_prompts(task, tokenizer)
         device = resolve_device(config.rollout.device)
         module = load_model(directory, config.rollout.dtype, device)
         _clean_generation_config(module)
         reference = load_model(directory, config.rollout.dtype, device) if config.algorithm.kl_coef else None
-        engine = RolloutEngine(module, tokenizer, config.rollout)
+        longest, shortest = max(lengths["train"] + lengths["eval"]), min(lengths["train"])
+        shape = step_shape(config, module, longest, len(task.eval_rows))
+        engine = RolloutEngine(
+            module, tokenizer, sized_for(config.rollout, module, shape.num_sequences, shape.prompt + shape.new)
+        )
         if shortest >= engine.max_model_len:
             raise ConfigError(
                 f"rollout.max_model_len={engine.max_model_len}: no row of the task fits; the shortest prompt has"
@@ -111,6 +125,8 @@ def prepare(config: TrainerConfig) -> Run:
         engine.policy_version = state.step
         logger.info("resumed from %s", found)
     start = state.step if state is not None else 0
+    ledger = plan_memory(config, engine, optimizer, reference, shape)
+    logger.info("%s", ledger.render())
     _prepare_directory(run_dir, found, start)
     values = dataclasses.asdict(config)
     OmegaConf.save(OmegaConf.create(values), run_dir / "config.yaml")
@@ -127,6 +143,7 @@ def prepare(config: TrainerConfig) -> Run:
         reference=None if reference is None else _frozen_view(engine, reference),
         optimizer=optimizer,
         start_step=start,
+        memory=MemoryWatch(ledger, device),
         metrics_file=MetricsFile(run_dir / "metrics.jsonl", start),
         tracker=make_tracker(config.tracking, run_dir, config.name, values if start < config.steps else None),
         timer=timer,
@@ -169,8 +186,8 @@ def _clean_generation_config(module: PreTrainedModel) -> None:
     module.generation_config = GenerationConfig(**{name: value for name, value in ids.items() if value is not None})
 
 
-def _check_prompts(task: Task, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Render every prompt once, so that a bad row is named before training; tokens of the shortest training prompt."""
+def _check_prompts(task: Task, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[int]]:
+    """Render every prompt once, so that a bad row is named before training; tokens of each, by "train" and "eval"."""
     lengths: dict[str, list[int]] = {"train": [], "eval": []}
     for kind, rows in (("train", task.train_rows), ("eval", task.eval_rows)):
         for i, row in enumerate(rows):
@@ -178,4 +195,4 @@ def _check_prompts(task: Task, tokenizer: PreTrainedTokenizerBase) -> int:
                 lengths[kind].append(len(encode_prompt(row.prompt, tokenizer, len(tokenizer))))
             except (ValueError, TypeError) as error:
                 raise ConfigError(f"task: {kind} row {i}: {error}") from error
-    return min(lengths["train"])
+    return lengths

@@ -31,6 +31,8 @@ def summarise(run: Run) -> dict[str, Any]:
         "kv_cache_usage_max": max((line["rollout/kv_cache_usage"] for line in steps), default=None),
         "blocks_shared_max": max((line["rollout/blocks_shared"] for line in steps), default=None),
         "logprob_gap_max": max((line["logprob_gap_max"] for line in steps), default=None),
+        "memory_predicted_bytes": run.memory.ledger.peak,
+        "memory_peak_bytes": max((line["memory/peak_bytes"] for line in steps), default=None),
         "exact": stats.exact,
         "exact_reason": stats.exact_reason,
         "seconds": {"total": total} | {phase: round(spent, 3) for phase, spent in seconds.items()},

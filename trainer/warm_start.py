@@ -20,10 +20,10 @@ from rollout.builtin import build_tiny, cache_directory, tiny_config
 from rollout.kv_cache import LayerGroup
 from rollout.packing import build_pack
 from rollout.prompts import encode_prompt
+from rollout.scoring import score_tokens
 from rollout.views import training_view
 from trainer.config import ModelConfig, OptimConfig, TaskConfig
 from trainer.optimizer import MasterAdamW, learning_rate
-from trainer.policy import score_tokens
 from trainer.rows import STYLE_PURPOSE, WARM_START_PURPOSE, Row, RowStream, uniforms
 from trainer.tasks import Task
 

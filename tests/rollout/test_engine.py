@@ -324,10 +324,10 @@ def test_counters_add_up() -> None:
 
 
 def test_the_default_pool_is_what_all_sequences_need() -> None:
-    """3 sequences of 100 tokens are 3 * 7 blocks; a small share of memory allows fewer, and says so at none."""
+    """3 sequences of 100 tokens are 3 * (7 + 1) blocks; a small share of memory allows fewer, and says so at none."""
     model = shared_model("qwen3")
     config = RolloutConfig(device="cpu", max_num_seqs=3, max_model_len=100)
-    assert RolloutEngine(model, None, config).stats().num_blocks == 21
+    assert RolloutEngine(model, None, config).stats().num_blocks == 24
     with pytest.raises(RolloutError, match=r"memory_fraction=1e-12 .* bytes are missing"):
         small_engine(model, num_blocks=None, memory_fraction=1e-12)
 

@@ -6,9 +6,9 @@ import torch
 import tiny_models
 from rollout import Rollout, RolloutEngine, RolloutGroup, SamplingParams
 from rollout.kv_cache import LayerGroup
+from rollout.scoring import score_tokens
 from rollout.views import training_view
 from trainer.batch import TrainingBatch, micro_batches
-from trainer.policy import score_tokens
 
 
 def _group(prompt: list[int], completions: list[list[int]]) -> RolloutGroup:

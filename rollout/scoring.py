@@ -1,4 +1,4 @@
-"""The policy as the trainer sees it: log-probs of packed completions, through the training view."""
+"""Log-probs of packed completions through a training view: what the trainer sees, in every bit what was drawn."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rollout import SamplingParams
+from rollout.config import SamplingParams
 from rollout.packing import Pack
 from rollout.sampler import processed_logits
 from rollout.views import AttentionContext, raw_logits

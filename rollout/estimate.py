@@ -1,0 +1,229 @@
+"""Peak memory of a forward or a step, known before it runs: every operation on the meta device, and no data."""
+
+import copy
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from rollout.block_pool import BlockPool
+from rollout.config import RolloutConfig, SamplingParams
+from rollout.kv_cache import KVCache, LayerGroup
+from rollout.model_runner import ModelRunner
+from rollout.packing import Pack, build_pack
+from rollout.sampler import sample
+from rollout.scheduled import Chunk
+from rollout.scoring import score_tokens
+from rollout.sequence import Request
+from rollout.sequence import Sequence as Seq
+from rollout.views import make_view, training_view
+
+META = torch.device("meta")
+_DEPTHS = (2, 4)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of tensors made and not yet freed while it is active, and their peak.
+
+    What a library takes inside one operation is not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live: int = 0
+        self.peak: int = 0
+        self.kept = self.kept_at_peak = 0
+        """What the caller counts as kept, of the live bytes."""
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                key, size = storage._cdata, storage.nbytes()
+                if key not in self._known:
+                    self._known.add(key)
+                    weakref.finalize(storage, self._freed, key, size)
+                    self.live += size
+                    if self.live > self.peak:
+                        self.peak, self.kept_at_peak = self.live, self.kept
+        return out
+
+    def _freed(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.live -= size
+
+
+def skeleton(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model that a config describes, without weights."""
+    with META:
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model
+
+
+def _shallow(config: PretrainedConfig, num_layers: int) -> PretrainedConfig:
+    """The same model with its first layers only."""
+    shallow = copy.deepcopy(config)
+    if getattr(config, "layer_types", None):
+        shallow.layer_types = config.layer_types[:num_layers]
+    shallow.num_hidden_layers = num_layers
+    return shallow
+
+
+@dataclass(frozen=True)
+class TrainingPeak:
+    """Bytes at the highest point of forward and backward."""
+
+    activations: int = 0
+    """Activations, logits and whatever else the passes hold."""
+    gradients: int = 0
+    """fp32 gradients that have accumulated by then."""
+
+
+def training_peak(
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    backward: Callable[[PreTrainedModel], None],
+    *,
+    exact: bool,
+    gradient_checkpointing: bool,
+    accumulated: bool,
+) -> TrainingPeak:
+    """Peak of `backward(view)`: one micro-batch's forward and backward through a training view.
+
+    accumulated: whether an earlier micro-batch has left its gradients, so that all of them are there throughout.
+    Layers are alike, so a deep model is tried at two depths and the rest is drawn on from there.
+    """
+    depth = int(config.num_hidden_layers)
+
+    def at(num_layers: int) -> TrainingPeak:
+        model = skeleton(_shallow(config, num_layers), dtype)
+        view = training_view(model, exact=exact, gradient_checkpointing=gradient_checkpointing)
+        return _backward_peak(view, backward, accumulated)
+
+    if depth <= _DEPTHS[1]:
+        return at(depth)
+    low, high = (at(num_layers) for num_layers in _DEPTHS)
+
+    def drawn_on(a: int, b: int) -> int:
+        return b + (b - a) * (depth - _DEPTHS[1]) // (_DEPTHS[1] - _DEPTHS[0])
+
+    return TrainingPeak(drawn_on(low.activations, high.activations), drawn_on(low.gradients, high.gradients))
+
+
+def _backward_peak(
+    view: PreTrainedModel, backward: Callable[[PreTrainedModel], None], accumulated: bool
+) -> TrainingPeak:
+    parameters = [p for p in view.parameters() if p.requires_grad]
+    gradients: dict[int, Tensor] = {}
+
+    def keep(parameter: torch.nn.Parameter) -> None:
+        if id(parameter) not in gradients:
+            gradients[id(parameter)] = torch.empty_like(parameter, dtype=torch.float32)
+            live.kept += gradients[id(parameter)].nbytes
+        parameter.grad = None
+
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(keep)
+    with LiveBytes() as live:
+        for parameter in parameters if accumulated else ():
+            keep(parameter)
+        backward(view)
+    return TrainingPeak(live.peak - live.kept_at_peak, live.kept_at_peak)
+
+
+def score_and_backward(view: PreTrainedModel, pack: Pack, sampling: SamplingParams) -> None:
+    """What a policy-gradient loss does with a pack, as far as memory goes."""
+    score_tokens(view, pack, sampling).logprobs.sum().backward()  # type: ignore[no-untyped-call]
+
+
+def widest_pack(layer: LayerGroup, prompt: int, new: int, n: int, max_tokens: int, *, exact: bool) -> Pack:
+    """As many of one prompt's n completions of `new` tokens as max_tokens holds, at least one, on the meta device."""
+    fitting = min(n, max(1, (max_tokens - prompt) // new))
+    return build_pack([([0] * prompt, [[0] * new] * fitting)], layer, META, exact=exact)
+
+
+def rollout_peak(
+    model_config: PretrainedConfig,
+    dtype: torch.dtype,
+    config: RolloutConfig,
+    num_blocks: int,
+    prompt: int,
+    new: int,
+    n: int,
+    *,
+    exact: bool,
+) -> int:
+    """Bytes that the largest prefill or decode iteration takes beside weights and KV: activations, logits, sampling.
+
+    Decoding is taken at full length, with as many sequences as num_blocks holds and config.max_num_seqs allows, n of
+    them to a prompt of `prompt` tokens. Without gradients layers leave nothing behind, so two of them tell.
+    """
+    shallow = _shallow(model_config, min(2, model_config.num_hidden_layers))
+    cache = KVCache(LayerGroup.of(shallow, dtype), num_blocks, config.block_size, META)
+    view = make_view(skeleton(shallow, dtype), exact=exact)
+    runner = ModelRunner(view, cache, config.max_num_seqs, exact=exact)
+    pool = BlockPool(num_blocks, config.block_size)
+    decoding = [Chunk(s, s.num_tokens - 1, 1) for s in _full_families(pool, config.max_num_seqs, prompt, new, n)]
+    peaks = [_forward_peak(runner, decoding)]
+    pool.reset()
+    peaks.append(_forward_peak(runner, _prefills(pool, prompt, config)))
+    return max(peaks)
+
+
+def _prompt(pool: BlockPool, prompt: int, n: int) -> Seq:
+    return Request([0] * prompt, n, SamplingParams(), 0, 0, 0, 0, 1 << 30).start_prompt(pool)
+
+
+def _prefills(pool: BlockPool, prompt: int, config: RolloutConfig) -> list[Chunk]:
+    """Last chunks of as many prompts as one iteration may take."""
+    chunks: list[Chunk] = []
+    budget = min(config.prefill_chunk_size or config.max_num_batched_tokens, config.max_num_batched_tokens)
+    while budget > 0:
+        sequence = _prompt(pool, prompt, 1)
+        if sequence.table.num_blocks_to_write(0, prompt) > pool.num_free_blocks:
+            break
+        sequence.table.make_writable(0, prompt)
+        chunks.append(Chunk(sequence, max(0, prompt - budget), min(prompt, budget)))
+        budget -= prompt
+    return chunks
+
+
+def _full_families(pool: BlockPool, max_num_seqs: int, prompt: int, new: int, n: int) -> list[Seq]:
+    """Completions about to draw their last token, n to a prompt."""
+    sequences: list[Seq] = []
+    length = prompt + new - 1
+    while len(sequences) < max_num_seqs:
+        parent = _prompt(pool, prompt, n)
+        if parent.table.num_blocks_to_write(0, length) > pool.num_free_blocks:
+            break
+        parent.table.make_writable(0, prompt)
+        for index in range(min(n, max_num_seqs - len(sequences))):
+            table = parent.table.fork()
+            if table.num_blocks_to_write(prompt, length) > pool.num_free_blocks:
+                return sequences
+            table.make_writable(prompt, length)
+            sequences.append(Seq(parent.request, index, [0] * length, table, prompt, len(sequences)))
+    return sequences
+
+
+@torch.no_grad()
+def _forward_peak(runner: ModelRunner, chunks: list[Chunk]) -> int:
+    if not chunks:
+        return 0
+    # a draw reads of a sequence what its random numbers are made of
+    drawing = [Seq(c.sequence.request, i, c.sequence.token_ids, c.sequence.table) for i, c in enumerate(chunks)]
+    with LiveBytes() as live:
+        logits = runner.forward(chunks)
+        sample(torch.stack(list(logits)), drawing)
+    peak: int = live.peak
+    return peak

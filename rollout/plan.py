@@ -1,0 +1,206 @@
+"""`python -m rollout.plan model=DIR gpu=80GiB`: will it fit? From a model's configuration alone, without weights.
+
+Exit status: 0 it fits, 1 it does not, 2 an option that cannot be used.
+"""
+
+import sys
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, PretrainedConfig
+
+from rollout.config import RolloutConfig, SamplingParams
+from rollout.errors import RolloutError
+from rollout.estimate import rollout_peak, score_and_backward, skeleton, training_peak, widest_pack
+from rollout.kv_cache import LayerGroup
+from rollout.ledger import Ledger, TrainingBytes, build_ledger, parse_bytes, show_bytes
+from rollout.loading import check_config, default_dtype, longest_sequence, resolve_device
+from rollout.memory import device_bytes, pool_size
+
+USAGE = "python -m rollout.plan model=DIR [gpu=80GiB] [fraction=0.35] [context=8192] [prompt=2048] [n=16] ..."
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What can be said on the command line, as name=value."""
+
+    model: str
+    """Directory with a config.json, or such a file."""
+    gpu: str = ""
+    """Memory of the device, as 80GiB; left out: this machine's."""
+    fraction: float = RolloutConfig.memory_fraction
+    """Share of it for the KV pool."""
+    context: int = 0
+    """Longest sequence in tokens, prompt and completion; left out: the model's own limit."""
+    prompt: int = 0
+    """Tokens of it that are the prompt; left out: a quarter."""
+    n: int = 16
+    """Rollouts per prompt."""
+    dtype: str = "auto"
+    block_size: int = RolloutConfig.block_size
+    max_num_seqs: int = RolloutConfig.max_num_seqs
+    max_num_batched_tokens: int = RolloutConfig.max_num_batched_tokens
+    micro_batch_tokens: int = 4096
+    """Packed tokens per forward and backward in training; a longer rollout goes alone."""
+    gradient_checkpointing: bool = False
+    training: bool = True
+    """Whether there is an optimizer beside the generator."""
+
+
+def parse_options(arguments: list[str]) -> PlanOptions:
+    """Options from name=value arguments. Raises RolloutError naming what is wrong."""
+    kinds = {field.name: field.type for field in fields(PlanOptions)}
+    values: dict[str, object] = {}
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if name not in kinds or not equals:
+            raise RolloutError(f"{argument!r} is not an option; say name=value with one of: {', '.join(kinds)}")
+        values[name] = _convert(name, value, kinds[name])
+    if "model" not in values:
+        raise RolloutError(f"model= is missing; usage: {USAGE}")
+    return PlanOptions(**values)  # type: ignore[arg-type]
+
+
+def _convert(name: str, value: str, kind: object) -> object:
+    if kind is bool:
+        if value.lower() not in ("true", "false"):
+            raise RolloutError(f"{name}={value}: say true or false")
+        return value.lower() == "true"
+    if kind not in (int, float):
+        return value
+    try:
+        number = int(value) if kind is int else float(value)
+    except ValueError:
+        raise RolloutError(f"{name}={value}: say a {'whole ' if kind is int else ''}number") from None
+    if number <= 0:
+        raise RolloutError(f"{name}={value}: must be more than 0")
+    return number
+
+
+def read_config(path: str) -> PretrainedConfig:
+    """A model's configuration from its directory, or from a JSON file."""
+    found = Path(path).expanduser()
+    if not (found / "config.json").is_file() and not found.is_file():
+        raise RolloutError(f"model={path}: neither a directory with a config.json nor such a file")
+    try:
+        config = AutoConfig.from_pretrained(found, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise RolloutError(f"model={path}: not a model's configuration ({error})") from error
+    assert isinstance(config, PretrainedConfig)
+    check_config(config)
+    return config
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a configuration comes to."""
+
+    ledger: Ledger
+    kv_bytes_per_token: int
+    num_blocks: int
+    rollouts_apart: int
+    """Rollouts of full length that fit if each holds its own prompt."""
+    rollouts_sharing: int
+    """The same if the n rollouts of a prompt share its full blocks."""
+
+
+def rollouts_that_fit(num_blocks: int, block_size: int, prompt: int, context: int, n: int) -> int:
+    """Sequences of `context` tokens, n to a prompt, that num_blocks hold when each group has its prompt's blocks once.
+
+    The blocks that a prompt fills are shared; the one it fills partly and all that follow are each rollout's own.
+    """
+    shared = prompt // block_size
+    own = -(-context // block_size) - shared
+    groups, rest = divmod(num_blocks, shared + n * own)
+    return groups * n + max(0, rest - shared) // own
+
+
+def make_plan(options: PlanOptions) -> Plan:
+    """Work out a plan. Raises RolloutError if an option cannot be used, or if not one KV block fits."""
+    model_config = read_config(options.model)
+    total = parse_bytes(options.gpu) if options.gpu else device_bytes(resolve_device("auto"))
+    config = RolloutConfig(
+        block_size=options.block_size,
+        memory_fraction=options.fraction,
+        max_model_len=options.context or None,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=max(options.max_num_batched_tokens, options.max_num_seqs),
+        dtype=options.dtype,
+    )
+    context = longest_sequence(config, model_config)
+    prompt = options.prompt or max(1, context // 4)
+    if prompt >= context:
+        raise RolloutError(f"prompt={prompt} leaves no room for a completion within context={context}")
+    wanted = default_dtype(model_config.dtype, torch.device("cuda"))
+    dtype = wanted if config.dtype == "auto" else getattr(torch, config.dtype)
+    layer = LayerGroup.of(model_config, dtype)
+    num_blocks = pool_size(config, layer, context, total)
+    num_parameters = sum(p.numel() for p in skeleton(model_config, dtype).parameters())
+    ledger = build_ledger(
+        weights=num_parameters * dtype.itemsize,
+        pool=(num_blocks + 1) * config.block_size * layer.bytes_per_token(),
+        rollout_activations=rollout_peak(
+            model_config, dtype, config, num_blocks, prompt, context - prompt, options.n, exact=True
+        ),
+        training=_training_bytes(options, model_config, dtype, layer, num_parameters, prompt, context - prompt),
+        capacity=total,
+    )
+    return Plan(
+        ledger=ledger,
+        kv_bytes_per_token=layer.bytes_per_token(),
+        num_blocks=num_blocks,
+        rollouts_apart=num_blocks // -(-context // config.block_size),
+        rollouts_sharing=rollouts_that_fit(num_blocks, config.block_size, prompt, context, options.n),
+    )
+
+
+def _training_bytes(
+    options: PlanOptions,
+    model_config: PretrainedConfig,
+    dtype: torch.dtype,
+    layer: LayerGroup,
+    num_parameters: int,
+    prompt: int,
+    new: int,
+) -> TrainingBytes:
+    """AdamW on fp32 masters over packs of full-length rollouts."""
+    if not options.training:
+        return TrainingBytes()
+    pack = widest_pack(layer, prompt, new, options.n, options.micro_batch_tokens, exact=True)
+    peak = training_peak(
+        model_config,
+        dtype,
+        lambda view: score_and_backward(view, pack, SamplingParams()),
+        exact=True,
+        gradient_checkpointing=options.gradient_checkpointing,
+        accumulated=True,
+    )
+    return TrainingBytes(
+        masters=4 * num_parameters if dtype != torch.float32 else 0,
+        moments=8 * num_parameters,
+        gradients=peak.gradients,
+        activations=peak.activations,
+    )
+
+
+def main(arguments: list[str]) -> int:
+    try:
+        options = parse_options(arguments)
+        plan = make_plan(options)
+    except RolloutError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    block = show_bytes(options.block_size * plan.kv_bytes_per_token)
+    print(plan.ledger.render())
+    print(f"KV per token         {plan.kv_bytes_per_token:,} bytes")
+    print(
+        f"KV blocks            {plan.num_blocks:,} of {options.block_size} tokens ({block} each), and one for padding"
+    )
+    print(f"rollouts at once     {plan.rollouts_apart:,} of full length without sharing")
+    print(f"                     {plan.rollouts_sharing:,} with {options.n} to a prompt, which share its blocks")
+    return 1 if plan.ledger.missing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
