@@ -3,7 +3,7 @@
 import copy
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -45,12 +45,14 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        # views of what was there before, and results in its place, are not new
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
                 key, size = storage._cdata, storage.nbytes()
-                if key not in self._known:
+                if key not in self._known and key not in given:
                     self._known.add(key)
                     weakref.finalize(storage, self._freed, key, size)
                     self.live += size
@@ -92,13 +94,14 @@ class TrainingPeak:
 def training_peak(
     config: PretrainedConfig,
     dtype: torch.dtype,
-    backward: Callable[[PreTrainedModel], None],
+    pack: Pack,
+    backward: Callable[[PreTrainedModel, Pack], None],
     *,
     exact: bool,
     gradient_checkpointing: bool,
     accumulated: bool,
 ) -> TrainingPeak:
-    """Peak of `backward(view)`: one micro-batch's forward and backward through a training view.
+    """Peak of `backward(view, pack)`: one micro-batch's forward and backward through a training view.
 
     accumulated: whether an earlier micro-batch has left its gradients, so that all of them are there throughout.
     Layers are alike, so a deep model is tried at two depths and the rest is drawn on from there.
@@ -108,7 +111,9 @@ def training_peak(
     def at(num_layers: int) -> TrainingPeak:
         model = skeleton(_shallow(config, num_layers), dtype)
         view = training_view(model, exact=exact, gradient_checkpointing=gradient_checkpointing)
-        return _backward_peak(view, backward, accumulated)
+        # masks are made by the first forward and kept
+        fresh = replace(pack, tiles=[replace(tiles, _bias={}) for tiles in pack.tiles])
+        return _backward_peak(view, lambda: backward(view, fresh), accumulated)
 
     if depth <= _DEPTHS[1]:
         return at(depth)
@@ -120,30 +125,34 @@ def training_peak(
     return TrainingPeak(drawn_on(low.activations, high.activations), drawn_on(low.gradients, high.gradients))
 
 
-def _backward_peak(
-    view: PreTrainedModel, backward: Callable[[PreTrainedModel], None], accumulated: bool
-) -> TrainingPeak:
+def _backward_peak(view: PreTrainedModel, backward: Callable[[], None], accumulated: bool) -> TrainingPeak:
     parameters = [p for p in view.parameters() if p.requires_grad]
     gradients: dict[int, Tensor] = {}
 
     def keep(parameter: torch.nn.Parameter) -> None:
-        if id(parameter) not in gradients:
-            gradients[id(parameter)] = torch.empty_like(parameter, dtype=torch.float32)
-            live.kept += gradients[id(parameter)].nbytes
+        # as an optimizer's hook does: the fp32 copy is there beside the sum for a moment
+        assert parameter.grad is not None
+        gradient = parameter.grad.float()
         parameter.grad = None
+        if id(parameter) in gradients:
+            gradients[id(parameter)].add_(gradient)
+        else:
+            gradients[id(parameter)] = gradient
+            live.kept += gradient.nbytes
 
     for parameter in parameters:
         parameter.register_post_accumulate_grad_hook(keep)
     with LiveBytes() as live:
         for parameter in parameters if accumulated else ():
-            keep(parameter)
-        backward(view)
+            gradients[id(parameter)] = torch.zeros_like(parameter, dtype=torch.float32)
+            live.kept += gradients[id(parameter)].nbytes
+        backward()
     return TrainingPeak(live.peak - live.kept_at_peak, live.kept_at_peak)
 
 
-def score_and_backward(view: PreTrainedModel, pack: Pack, sampling: SamplingParams) -> None:
+def score_and_backward(view: PreTrainedModel, pack: Pack) -> None:
     """What a policy-gradient loss does with a pack, as far as memory goes."""
-    score_tokens(view, pack, sampling).logprobs.sum().backward()  # type: ignore[no-untyped-call]
+    score_tokens(view, pack, SamplingParams()).logprobs.sum().backward()  # type: ignore[no-untyped-call]
 
 
 def widest_pack(layer: LayerGroup, prompt: int, new: int, n: int, max_tokens: int, *, exact: bool) -> Pack:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, PretrainedConfig
 
-from rollout.config import RolloutConfig, SamplingParams
+from rollout.config import RolloutConfig
 from rollout.errors import RolloutError
 from rollout.estimate import rollout_peak, score_and_backward, skeleton, training_peak, widest_pack
 from rollout.kv_cache import LayerGroup
@@ -132,7 +132,8 @@ def make_plan(options: PlanOptions) -> Plan:
     prompt = options.prompt or max(1, context // 4)
     if prompt >= context:
         raise RolloutError(f"prompt={prompt} leaves no room for a completion within context={context}")
-    wanted = default_dtype(model_config.dtype, torch.device("cuda"))
+    device = torch.device("cuda") if options.gpu else resolve_device("auto")
+    wanted = default_dtype(model_config.dtype, device)
     dtype = wanted if config.dtype == "auto" else getattr(torch, config.dtype)
     layer = LayerGroup.of(model_config, dtype)
     num_blocks = pool_size(config, layer, context, total)
@@ -167,11 +168,11 @@ def _training_bytes(
     """AdamW on fp32 masters over packs of full-length rollouts."""
     if not options.training:
         return TrainingBytes()
-    pack = widest_pack(layer, prompt, new, options.n, options.micro_batch_tokens, exact=True)
     peak = training_peak(
         model_config,
         dtype,
-        lambda view: score_and_backward(view, pack, SamplingParams()),
+        widest_pack(layer, prompt, new, options.n, options.micro_batch_tokens, exact=True),
+        score_and_backward,
         exact=True,
         gradient_checkpointing=options.gradient_checkpointing,
         accumulated=True,

@@ -71,7 +71,7 @@ class Trainer:
         )
 
     def batches(self, groups: list[RolloutGroup], advantages: Tensor) -> list[TrainingBatch]:
-        return micro_batches(
+        batches = micro_batches(
             groups,
             advantages,
             self.engine.layer_group,
@@ -79,6 +79,7 @@ class Trainer:
             max_tokens=self.micro_batch_tokens,
             exact=self.engine.exact,
         )
+        return list(batches)
 
     def loss(self, batch: TrainingBatch, num_tokens: int) -> Tensor:
         logprobs = score_tokens(self.policy, batch.pack, SAMPLING).logprobs
@@ -118,7 +119,7 @@ class Trainer:
             )
         with self._phase(timer, "forward"):
             batches = self.batches(groups, advantages)
-            num_tokens = sum(batch.num_tokens for batch in batches)
+            num_tokens = sum(len(batch.rollout_logprobs) for batch in batches)
         for batch in batches:
             with self._phase(timer, "forward"):
                 loss = self.loss(batch, num_tokens)

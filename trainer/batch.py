@@ -1,6 +1,6 @@
 """What an update is computed from: the step's rollouts as tensors, split into packs of bounded size."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,11 +23,6 @@ class TrainingBatch:
     advantages: Tensor
     loss_mask: Tensor
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that count in the loss."""
-        return int(self.loss_mask.sum())
-
 
 def micro_batches(
     groups: Sequence[RolloutGroup],
@@ -37,11 +32,11 @@ def micro_batches(
     *,
     max_tokens: int,
     exact: bool,
-) -> list[TrainingBatch]:
+) -> Iterator[TrainingBatch]:
     """Split groups (advantages [groups, n]) into packs of at most max_tokens packed tokens.
 
     A group that does not fit beside the others goes on in the next pack, with its prompt again; a single rollout that
-    is longer than max_tokens gets a pack of its own.
+    is longer than max_tokens gets a pack of its own. Each is made when it is asked for.
     """
     packs: list[list[tuple[int, list[int]]]] = [[]]
     used = 0
@@ -58,7 +53,9 @@ def micro_batches(
             members.append(i)
             used += cost
         packs[-1].append((g, members))
-    return [_batch(groups, advantages, pack, layer, device, exact) for pack in packs if pack]
+    for pack in packs:
+        if pack:
+            yield _batch(groups, advantages, pack, layer, device, exact)
 
 
 def _batch(

@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from transformers import PreTrainedModel
@@ -11,6 +12,7 @@ from rollout.estimate import META, rollout_peak, training_peak
 from rollout.ledger import Ledger, TrainingBytes, build_ledger, show_bytes
 from rollout.loading import longest_sequence
 from rollout.memory import device_bytes, peak_bytes, reset_peak, trim, used_bytes
+from rollout.packing import Pack
 from rollout.scoring import score_tokens
 from trainer.batch import micro_batches
 from trainer.config import ConfigError, TrainerConfig, sampling_params
@@ -98,22 +100,24 @@ def _training_bytes(
         max_tokens=algorithm.micro_batch_tokens,
         exact=engine.exact,
     )
-    largest = max(batches, key=lambda batch: len(batch.pack.ids)).pack
+    # no other is larger; behind a second one the gradients of the first lie already
+    packs = [batch.pack for batch in islice(batches, 2)]
 
-    def backward(view: PreTrainedModel) -> None:
-        scores = score_tokens(view, largest, sampling)
+    def backward(view: PreTrainedModel, pack: Pack) -> None:
+        scores = score_tokens(view, pack, sampling)
         if reference:
             with torch.no_grad():
-                score_tokens(view, largest, sampling)
+                score_tokens(view, pack, sampling)
         scores.logprobs.sum().backward()  # type: ignore[no-untyped-call]
 
     peak = training_peak(
         engine.module.config,
         engine.dtype,
+        packs[0],
         backward,
         exact=engine.exact,
         gradient_checkpointing=config.model.gradient_checkpointing,
-        accumulated=len(batches) > 1,
+        accumulated=len(packs) > 1,
     )
     return TrainingBytes(optimizer.master_bytes, optimizer.moment_bytes, peak.gradients, peak.activations, reference)
 

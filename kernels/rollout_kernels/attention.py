@@ -1,12 +1,14 @@
 """Segment attention: the one attention primitive, for prefill, decode and training alike.
 
-Every query row attends an ordered list of KV segments, cut at absolute multiples of SEGMENT_SIZE positions. A segment
-gives a row a partial result (maximum, sum, output) that depends on that row and that segment only; partials are merged
+Every query row attends an ordered list of KV segments, cut at absolute multiples of SEGMENT_SIZE positions. Its scores
+are taken relative to their maximum over all that it sees, which no order of work can change; each segment gives a
+partial (weighted sum of values, sum of weights) that depends on that row and that segment only; partials are added up
 in segment order in fp32. So a row's bits are the same whoever shares the launch: alone or in a batch, decoded or packed
 for training, against its own KV or grouped with siblings over a shared prefix.
 
 Legend: T rows of queries, H query heads, K kv heads, G = H / K, D head size (a multiple of 16), W tiles, M rows per
-tile (M * G a multiple of 16), S segments per tile, N rows of KV in storage, U positions per KV unit.
+tile (M * G a multiple of 16), of which at most R are real, S segments per tile, P = S * SEGMENT_SIZE positions, N rows
+of KV in storage, U positions per KV unit.
 """
 
 import math
@@ -18,22 +20,21 @@ from torch import Tensor
 
 from rollout_kernels.tiles import ROW_MULTIPLE, SEGMENT_SIZE, round_up
 
-_STATE_COLUMNS = 2  # after the D columns of the weighted sum: the sum of weights, then the maximum
-
 
 @dataclass
 class AttentionTiles:
     """W equal-shaped tiles: M query rows, each against the same S consecutive KV segments.
 
     query_rows: [W, M] int64, row of q that fills the place; padding repeats any row.
-    lengths: [W, M] int64, how many KV positions (counted from position 0) the row may see; 0 for padding.
-    kv_units: [W, K, S * SEGMENT_SIZE / U] int64, which units of the flat KV hold those positions; padding points at
-        any unit that holds finite numbers.
+    lengths: [W, R] int64, how many KV positions (counted from position 0) the row may see; 0 for padding.
+    kv_units: [W, K, P / U] int64, which units of the flat KV hold those positions; padding points at any unit that
+        holds finite numbers.
     first_positions, end_positions: [W] int64, the absolute positions where each tile's own segments begin and end
         (multiples of SEGMENT_SIZE); what lies between the end and S segments is padding.
-    places, rows: [n] int64, the places in the flattened [W * M] that hold real rows, and which rows they are.
+    places, rows: [n] int64, the places in the flattened [W * R] that hold real rows, and which rows they are.
     reach: how many positions from first_positions on some row of some tile sees.
-    continues: whether earlier tiles have begun these rows (their earlier segments).
+    seen_by_all: how many positions from first_positions on every real row of every tile sees, but for windows.
+    chained: whether other tiles hold further segments of these rows.
     """
 
     query_rows: Tensor
@@ -44,14 +45,20 @@ class AttentionTiles:
     places: Tensor
     rows: Tensor
     reach: int
-    continues: bool = False
-    _bias: dict[tuple[int, int], Tensor] = field(default_factory=dict, repr=False)
+    seen_by_all: int
+    chained: bool = False
+    _bias: dict[tuple[int, int, int], Tensor] = field(default_factory=dict, repr=False)
 
-    def bias(self, num_positions: int, window: int | None) -> Tensor:
-        """fp32 [W, 1, M, 1, num_positions]: 0 where the row sees the position, -inf elsewhere. Kept for all layers."""
-        key = (num_positions, window or 0)
+    @property
+    def num_real_rows(self) -> int:
+        """R, the most real rows of a tile."""
+        return self.lengths.shape[1]
+
+    def bias(self, start: int, end: int, window: int | None) -> Tensor:
+        """fp32 [W, 1, R, 1, end - start]: 0 where the row sees the position, -inf elsewhere. Kept for all layers."""
+        key = (start, end, window or 0)
         if key not in self._bias:
-            offsets = torch.arange(num_positions, device=self.lengths.device)
+            offsets = torch.arange(start, end, device=self.lengths.device)
             positions = (self.first_positions[:, None] + offsets)[:, None]
             lengths = self.lengths[:, :, None]
             visible = (positions < lengths) & (positions < self.end_positions[:, None, None])
@@ -62,22 +69,19 @@ class AttentionTiles:
         return self._bias[key]
 
 
-def _tile_queries(q: Tensor, tiles: AttentionTiles, num_kv_heads: int) -> Tensor:
-    """q [T, H, D] -> [W * K, M * G, D]."""
+def _tile_queries(q: Tensor, tiles: AttentionTiles) -> Tensor:
+    """q [T, H, C] -> [W * K, M * G, C]."""
     num_tiles, tile_rows = tiles.query_rows.shape
-    _, heads, dim = q.shape
-    groups = heads // num_kv_heads
-    picked = q.index_select(0, tiles.query_rows.reshape(-1)).view(num_tiles, tile_rows, num_kv_heads, groups, dim)
-    return picked.transpose(1, 2).reshape(num_tiles * num_kv_heads, tile_rows * groups, dim)
+    kv_heads = tiles.kv_units.shape[1]
+    picked = q.index_select(0, tiles.query_rows.reshape(-1)).view(num_tiles, tile_rows, kv_heads, -1, q.shape[-1])
+    return picked.transpose(1, 2).reshape(num_tiles * kv_heads, -1, q.shape[-1])
 
 
 def _untile(x: Tensor, tiles: AttentionTiles) -> Tensor:
-    """[W * K, M * G, C] -> [n, K * G, C], the real rows in the order of `tiles.rows`."""
-    num_tiles, tile_rows = tiles.query_rows.shape
-    kv_heads = x.shape[0] // num_tiles
-    groups = x.shape[1] // tile_rows
-    by_row = x.view(num_tiles, kv_heads, tile_rows, groups, -1).transpose(1, 2)
-    return by_row.reshape(num_tiles * tile_rows, kv_heads * groups, -1).index_select(0, tiles.places)
+    """[W * K, R * G, C] -> [n, H, C], the real rows in the order of `tiles.rows`."""
+    num_tiles, num_real = tiles.lengths.shape
+    by_row = x.view(num_tiles, -1, num_real, x.shape[1] // num_real, x.shape[-1]).transpose(1, 2)
+    return by_row.reshape(num_tiles * num_real, -1, x.shape[-1]).index_select(0, tiles.places)
 
 
 def _tile_kv(kv: Tensor, units: Tensor) -> Tensor:
@@ -86,40 +90,40 @@ def _tile_kv(kv: Tensor, units: Tensor) -> Tensor:
     return kv.index_select(0, units.reshape(-1)).view(num_tiles * kv_heads, count * kv.shape[1], -1)
 
 
-def _scores(q: Tensor, k: Tensor, tiles: AttentionTiles, scale: float, window: int | None) -> Tensor:
-    """Masked fp32 scores of tiled q [W * K, M * G, D] against tiled k [W * K, P, D]: [W * K, M * G, P]."""
-    num_tiles, tile_rows = tiles.query_rows.shape
-    scores = torch.bmm(q, k.transpose(1, 2)).float().mul_(scale)
-    shape = (num_tiles, q.shape[0] // num_tiles, tile_rows, q.shape[1] // tile_rows, k.shape[1])
-    return scores.view(shape).add_(tiles.bias(k.shape[1], window)).view(scores.shape)
+def _scores(
+    q: Tensor, k: Tensor, tiles: AttentionTiles, real: int, scale: float, window: int | None, mask_from: int
+) -> Tensor:
+    """Fp32 scores of the first `real` = R * G rows of tiled q [W * K, >= R * G, D] against tiled k [W * K, P, D].
+
+    Positions from mask_from on are masked. Returns [W * K, R * G, P].
+    """
+    num_tiles, num_real = tiles.lengths.shape
+    scores = torch.bmm(q, k.transpose(1, 2))[:, :real].float().mul_(scale)
+    end = k.shape[1]
+    if mask_from < end:
+        by_row = scores.view(num_tiles, -1, num_real, real // num_real, end)
+        by_row[..., mask_from:].add_(tiles.bias(mask_from, end, window))
+    return scores
 
 
-def _partials(q: Tensor, k: Tensor, v: Tensor, tiles: AttentionTiles, scale: float, window: int | None) -> Tensor:
-    """Each segment's own (weighted sum, sum of weights, maximum): fp32 [W * K, S, M * G, D + 2]."""
-    batch, rows, dim = q.shape
-    segments = k.shape[1] // SEGMENT_SIZE
-    scores = _scores(q, k, tiles, scale, window).view(batch, rows, segments, SEGMENT_SIZE).transpose(1, 2)
-    maximum = scores.amax(-1, keepdim=True)
-    # a segment that is masked whole has maximum -inf; any finite stand-in gives it weights of exactly 0
-    weights = torch.exp(scores - maximum.clamp_min(torch.finfo(torch.float32).min))
-    state = weights.new_empty(batch, segments, rows, dim + _STATE_COLUMNS)
-    product = torch.bmm(
-        weights.to(v.dtype).reshape(batch * segments, rows, SEGMENT_SIZE),
-        v.view(batch * segments, SEGMENT_SIZE, dim),
-    )
-    state[..., :dim] = product.view(batch, segments, rows, dim)
-    state[..., dim] = weights.sum(-1)
-    state[..., dim + 1] = maximum[..., 0]
-    return state
+def _partials(scores: Tensor, maximum: Tensor, v: Tensor, padded_rows: int) -> Tensor:
+    """Each segment's (weighted sum of v, sum of weights): fp32 [W * K, S, R * G, D + 1]. Overwrites the scores.
 
-
-def _merge(earlier: Tensor, later: Tensor) -> Tensor:
-    """Merge two states [..., D + 2]; one that saw nothing changes no bit of the other."""
-    maximum = torch.maximum(earlier[..., -1:], later[..., -1:])
-    finite = maximum.clamp_min(torch.finfo(torch.float32).min)
-    merged = earlier * torch.exp(earlier[..., -1:] - finite) + later * torch.exp(later[..., -1:] - finite)
-    merged[..., -1:] = maximum
-    return merged
+    scores [W * K, R * G, P], maximum [W * K, R * G, 1]; v [W * K, P, D]. The product has padded_rows rows.
+    """
+    batch, rows, positions = scores.shape
+    segments, dim = positions // SEGMENT_SIZE, v.shape[-1]
+    weights = scores.sub_(maximum).exp_().view(batch, rows, segments, SEGMENT_SIZE).transpose(1, 2)
+    if rows < padded_rows:
+        factor = v.new_zeros(batch, segments, padded_rows, SEGMENT_SIZE)
+        factor[:, :, :rows] = weights
+    else:
+        factor = weights.to(v.dtype)
+    product = torch.bmm(factor.reshape(-1, padded_rows, SEGMENT_SIZE), v.view(-1, SEGMENT_SIZE, dim))
+    partials = scores.new_empty(batch, segments, rows, dim + 1)
+    partials[..., :dim] = product.view(batch, segments, padded_rows, dim)[:, :, :rows]
+    torch.sum(weights, -1, out=partials[..., dim])
+    return partials
 
 
 def attend(
@@ -132,34 +136,39 @@ def attend(
     that no tile covers gets zeros (and -inf).
     """
     num_rows, heads, dim = q.shape
-    state = q.new_zeros(num_rows, heads, dim + _STATE_COLUMNS, dtype=torch.float32)
-    state[..., -1] = -torch.inf
+    state = q.new_zeros(num_rows, heads, dim + 1, dtype=torch.float32)
+    maxima = q.new_full((num_rows, heads, 1), -torch.inf, dtype=torch.float32)
+    held = []
     for tile in tiles:
-        partials = _partials(
-            _tile_queries(q, tile, tile.kv_units.shape[1]),
-            _tile_kv(k, tile.kv_units),
-            _tile_kv(v, tile.kv_units),
-            tile,
-            scale,
-            window,
-        )
-        merged = partials[:, 0]
-        if tile.continues:
-            begun = state.index_select(0, tile.query_rows.reshape(-1))
-            merged = _merge(_retile(begun, tile, merged.shape), merged)
-        for segment in range(1, partials.shape[1]):
-            merged = _merge(merged, partials[:, segment])
-        state.index_copy_(0, tile.rows, _untile(merged, tile))
-    weight = state[..., dim : dim + 1]
+        tile_q, tile_k = _tile_queries(q, tile), _tile_kv(k, tile.kv_units)
+        real = tile.num_real_rows * heads // tile.kv_units.shape[1]
+        scores = _scores(tile_q, tile_k, tile, real, scale, window, 0 if window else tile.seen_by_all)
+        maximum = scores.amax(-1, keepdim=True)
+        if tile.chained:
+            seen = maxima.index_select(0, tile.rows)
+            maxima.index_copy_(0, tile.rows, torch.maximum(seen, _untile(maximum, tile)))
+            held.append((tile, scores))
+        else:
+            maxima.index_copy_(0, tile.rows, _untile(maximum, tile))
+            _add_up(state, scores, maximum, v, tile)
+    # rows whose segments lie in several tiles: first all maxima, then all sums, in segment order
+    for tile, scores in held:
+        _add_up(state, scores, _tile_queries(maxima, tile)[:, : scores.shape[1]], v, tile)
+    weight = state[..., dim:]
     out = (state[..., :dim] / torch.where(weight > 0, weight, 1.0)).to(q.dtype)
-    return out, state[..., -1] + weight[..., 0].log()
+    return out, (maxima + weight.log())[..., 0]
 
 
-def _retile(state: Tensor, tiles: AttentionTiles, shape: torch.Size) -> Tensor:
-    """State rows [W * M, H, D + 2] -> [W * K, M * G, D + 2]."""
-    num_tiles, tile_rows = tiles.query_rows.shape
-    kv_heads = shape[0] // num_tiles
-    return state.view(num_tiles, tile_rows, kv_heads, -1, shape[-1]).transpose(1, 2).reshape(shape)
+def _add_up(state: Tensor, scores: Tensor, maximum: Tensor, v: Tensor, tile: AttentionTiles) -> None:
+    """Add a tile's partials to its rows of state [T, H, D + 1], in segment order."""
+    groups = scores.shape[1] // tile.num_real_rows
+    partials = _partials(scores, maximum, _tile_kv(v, tile.kv_units), tile.query_rows.shape[1] * groups)
+    total = partials[:, 0]
+    if tile.chained:
+        total = total.add_(_tile_queries(state, tile)[:, : scores.shape[1]])
+    for segment in range(1, partials.shape[1]):
+        total = total.add_(partials[:, segment])
+    state.index_copy_(0, tile.rows, _untile(total, tile))
 
 
 class _TrainingAttention(torch.autograd.Function):
@@ -184,17 +193,17 @@ class _TrainingAttention(torch.autograd.Function):
         grad_q = torch.zeros_like(q, dtype=torch.float32)
         grad_k, grad_v = (torch.zeros_like(x[:, 0], dtype=torch.float32) for x in (flat_k, flat_v))
         for tile in ctx.tiles:
-            kv_heads = tile.kv_units.shape[1]
-            # nothing here has to agree with the generator's bits, so positions that no row sees are left out
+            # nothing here has to agree with the generator's bits, so rows and positions that nobody needs are left out
             units = tile.kv_units[..., : round_up(tile.reach, ROW_MULTIPLE)]
-            tile_q, tile_k, tile_v = _tile_queries(q, tile, kv_heads), _tile_kv(flat_k, units), _tile_kv(flat_v, units)
-            tile_grad = _tile_queries(grad_out, tile, kv_heads)
-            row_stats = _tile_queries(torch.stack((lse, delta), -1), tile, kv_heads)
+            real = tile.num_real_rows * q.shape[1] // tile.kv_units.shape[1]
+            tile_q, tile_k, tile_v = _tile_queries(q, tile)[:, :real], _tile_kv(flat_k, units), _tile_kv(flat_v, units)
+            tile_grad = _tile_queries(grad_out, tile)[:, :real]
+            row_stats = _tile_queries(torch.stack((lse, delta), -1), tile)[:, :real]
             # padding rows see nothing: every score is -inf, so every weight is 0 against a finite log-sum-exp
             row_lse = torch.where(row_stats[..., :1].isfinite(), row_stats[..., :1], 0.0)
-            weights = torch.exp(_scores(tile_q, tile_k, tile, ctx.scale, ctx.window) - row_lse)
+            weights = _scores(tile_q, tile_k, tile, real, ctx.scale, ctx.window, 0).sub_(row_lse).exp_()
             grad_weights = torch.bmm(tile_grad, tile_v.transpose(1, 2)).float()
-            grad_scores = (weights * (grad_weights - row_stats[..., 1:]) * ctx.scale).to(q.dtype)
+            grad_scores = grad_weights.sub_(row_stats[..., 1:]).mul_(weights).mul_(ctx.scale).to(q.dtype)
             grad_q.index_add_(0, tile.rows, _untile(torch.bmm(grad_scores, tile_k).float(), tile))
             for total, part in (
                 (grad_k, torch.bmm(grad_scores.transpose(1, 2), tile_q)),

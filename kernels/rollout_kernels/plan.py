@@ -4,6 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,6 +15,8 @@ from rollout_kernels.tiles import ROW_MULTIPLE, SEGMENT_SIZE, round_up
 
 MAX_TILE_ROWS = 64
 MAX_SCORES = 1 << 22  # per batch of tiles, so that scores stay in tens of megabytes at any length
+
+LAUNCH_SCORES = 1 << 17  # what a batch of tiles costs beside its scores, counted in scores
 
 Ints = NDArray[np.int64]
 
@@ -53,13 +56,14 @@ def _bucket(n: int) -> int:
 def plan_tiles(spans: Iterable[QuerySpan], layout: KVLayout, device: torch.device) -> list[AttentionTiles]:
     """Cut spans into tiles of at most MAX_TILE_ROWS rows and batch those of like shape.
 
-    Tiles that begin at segment 0 come first, so that a row's segments are merged in order; a row may have one span
+    Tiles that begin at segment 0 come first, so that a row's segments are added in order; a row may have one span
     that begins at 0 and one that goes on from where the first ends.
     """
     base = ROW_MULTIPLE // math.gcd(ROW_MULTIPLE, layout.num_groups)
     max_rows = round_up(MAX_TILE_ROWS, base)
-    buckets: dict[tuple[bool, int, int], list[QuerySpan]] = defaultdict(list)
+    buckets: dict[_Shape, list[QuerySpan]] = defaultdict(list)
     for span in spans:
+        chained = span.first_segment > 0 or span.num_segments is not None
         for start in range(0, len(span.rows), max_rows):
             rows, lengths = span.rows[start : start + max_rows], span.lengths[start : start + max_rows]
             segments = -(-int(lengths[-1]) // SEGMENT_SIZE) - span.first_segment
@@ -67,23 +71,51 @@ def plan_tiles(spans: Iterable[QuerySpan], layout: KVLayout, device: torch.devic
                 segments = min(segments, span.num_segments)
             tile = QuerySpan(rows, lengths, span.units, span.first_segment, segments)
             padded_rows = min(base * _bucket(-(-len(rows) // base)), max_rows)
-            buckets[span.first_segment > 0, padded_rows, _bucket(segments)].append(tile)
+            buckets[_Shape(span.first_segment > 0, chained, padded_rows, _bucket(segments))].append(tile)
+    heads = layout.num_kv_heads * layout.num_groups
     tiles = []
-    for (continues, tile_rows, segments), members in sorted(buckets.items(), key=lambda item: item[0]):
-        per_tile = layout.num_kv_heads * layout.num_groups * tile_rows * segments * SEGMENT_SIZE
-        step = max(1, MAX_SCORES // per_tile)
+    for shape, members in _merged(buckets, heads):
+        step = max(1, MAX_SCORES // shape.scores(heads))
         for start in range(0, len(members), step):
-            tiles.append(_batch(members[start : start + step], continues, tile_rows, segments, layout, device))
+            tiles.append(_batch(members[start : start + step], shape, layout, device))
     return tiles
 
 
-def _batch(
-    members: Sequence[QuerySpan], continues: bool, tile_rows: int, segments: int, layout: KVLayout, device: torch.device
-) -> AttentionTiles:
-    shape = (len(members), tile_rows)
-    query_rows, lengths = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-    units = np.zeros((len(members), segments * SEGMENT_SIZE // layout.unit), np.int64)
-    filled = np.zeros(shape, bool)
+class _Shape(NamedTuple):
+    """What tiles of one batch have in common."""
+
+    later: bool
+    """Whether they begin behind segment 0."""
+    chained: bool
+    rows: int
+    segments: int
+
+    def scores(self, heads: int) -> int:
+        """Scores of one tile."""
+        return heads * self.rows * self.segments * SEGMENT_SIZE
+
+
+def _merged(buckets: dict[_Shape, list[QuerySpan]], heads: int) -> list[tuple[_Shape, list[QuerySpan]]]:
+    """Batches in order of segments; a small one joins one of more segments where padding costs less than a launch."""
+    merged: list[tuple[_Shape, list[QuerySpan]]] = []
+    for shape, members in sorted(buckets.items(), reverse=True):
+        if merged:
+            larger, others = merged[-1]
+            padding = len(members) * (larger.scores(heads) - shape.scores(heads))
+            if larger[:3] == shape[:3] and padding <= LAUNCH_SCORES:
+                others.extend(members)
+                continue
+        merged.append((shape, members))
+    return merged[::-1]
+
+
+def _batch(members: Sequence[QuerySpan], shape: _Shape, layout: KVLayout, device: torch.device) -> AttentionTiles:
+    num_tiles, num_real = len(members), max(len(span.rows) for span in members)
+    segments = max(span.num_segments or 0 for span in members)
+    query_rows = np.zeros((num_tiles, shape.rows), np.int64)
+    lengths = np.zeros((num_tiles, num_real), np.int64)
+    filled = np.zeros((num_tiles, num_real), bool)
+    units = np.zeros((num_tiles, segments * SEGMENT_SIZE // layout.unit), np.int64)
     for i, span in enumerate(members):
         size = len(span.rows)
         query_rows[i, :size], lengths[i, :size], filled[i, :size] = span.rows, span.lengths, True
@@ -91,8 +123,9 @@ def _batch(
         units[i, : len(used)] = used
     heads = np.arange(layout.num_kv_heads, dtype=np.int64)[None, :, None] * layout.head_stride
     places = np.flatnonzero(filled)
-    first = np.array([span.first_segment for span in members], np.int64)
-    count = np.array([span.num_segments for span in members], np.int64)
+    first = np.array([span.first_segment for span in members], np.int64) * SEGMENT_SIZE
+    end = first + np.array([span.num_segments for span in members], np.int64) * SEGMENT_SIZE
+    shortest, longest = (np.array([span.lengths[i] for span in members]) for i in (0, -1))
 
     def on_device(array: Ints) -> torch.Tensor:
         return torch.from_numpy(array).to(device)
@@ -101,14 +134,11 @@ def _batch(
         query_rows=on_device(query_rows),
         lengths=on_device(lengths),
         kv_units=on_device(units[:, None] + heads),
-        first_positions=on_device(first * SEGMENT_SIZE),
-        end_positions=on_device((first + count) * SEGMENT_SIZE),
+        first_positions=on_device(first),
+        end_positions=on_device(end),
         places=on_device(places),
-        rows=on_device(query_rows.reshape(-1)[places]),
-        reach=max(
-            min(int(span.lengths[-1]), (span.first_segment + (span.num_segments or 0)) * SEGMENT_SIZE)
-            - span.first_segment * SEGMENT_SIZE
-            for span in members
-        ),
-        continues=continues,
+        rows=on_device(query_rows[:, :num_real].reshape(-1)[places]),
+        reach=int((np.minimum(longest, end) - first).max()),
+        seen_by_all=int((np.minimum(shortest, end) - first).min()),
+        chained=shape.chained,
     )

@@ -39,10 +39,10 @@ def planned_rows(tiles: list[AttentionTiles]) -> dict[int, tuple[int, list[int]]
     """For each planned row: how many positions it sees, and its tile's units of kv head 0."""
     found: dict[int, tuple[int, list[int]]] = {}
     for batch in tiles:
-        size = batch.query_rows.shape[1]
+        size = batch.num_real_rows
         for place, row in zip(batch.places.tolist(), batch.rows.tolist(), strict=True):
             assert row not in found
-            assert batch.query_rows.flatten()[place] == row
+            assert batch.query_rows[:, :size].flatten()[place] == row
             found[row] = int(batch.lengths.flatten()[place]), batch.kv_units[place // size, 0].tolist()
     return found
 
@@ -77,13 +77,26 @@ def test_places_that_hold_no_row_see_nothing() -> None:
 
 
 @pytest.mark.parametrize("length", [1, 64, 65, 129, 257, 300, 385, 520, 1000])
-def test_shapes_are_few_and_waste_at_most_half_as_much_again(length: int) -> None:
+def test_a_tile_alone_has_the_segments_that_it_needs(length: int) -> None:
     span = QuerySpan(np.array([0]), np.array([length]), np.arange(-(-length // UNIT)))
     (tile,) = plan_tiles([span], layout(), CPU)
-    needed, segments = -(-length // SEGMENT_SIZE), tile.kv_units.shape[-1] // PER_SEGMENT
-    assert segments in {1, 2, 3, 4, 6, 8, 12, 16}
-    assert needed <= segments <= max(needed * 1.5, needed + 1)
+    needed = -(-length // SEGMENT_SIZE)
+    assert tile.kv_units.shape[-1] == needed * PER_SEGMENT
     assert tile.end_positions.tolist() == [needed * SEGMENT_SIZE]
+    assert (tile.reach, tile.seen_by_all) == (length, length)
+
+
+def test_few_short_tiles_join_longer_ones_and_many_do_not() -> None:
+    """A tile of 1 row is padded to 8, with 4 heads: 2,048 scores a segment; 2 ** 17 are worth a batch of one's own."""
+
+    def batches(num_short: int) -> list[int]:
+        lengths = [64] * num_short + [768]
+        spans = [QuerySpan(np.array([i]), np.array([n]), np.arange(48)) for i, n in enumerate(lengths)]
+        return [tile.lengths.shape[0] for tile in plan_tiles(spans, layout(), CPU)]
+
+    fitting = (1 << 17) // (2048 * 11)
+    assert batches(fitting) == [fitting + 1]
+    assert batches(2 * fitting) == [2 * fitting, 1]
 
 
 def test_kv_heads_lie_a_stride_apart() -> None:
@@ -97,10 +110,10 @@ def test_tiles_that_go_on_come_after_those_that_begin() -> None:
     shared = QuerySpan(np.arange(2), lengths, np.arange(8), 0, 2)
     own = [QuerySpan(np.array([i]), lengths[i : i + 1], np.arange(20 + 20 * i, 40 + 20 * i), 2) for i in range(2)]
     tiles = plan_tiles([own[1], shared, own[0]], layout(), CPU)
-    assert [tile.continues for tile in tiles] == [False, True, True]
-    assert tiles[0].end_positions.tolist() == [128]
-    assert [tile.first_positions.tolist() for tile in tiles[1:]] == [[128], [128]]
-    assert [tile.end_positions.tolist() for tile in tiles[1:]] == [[192], [320]]
+    assert [tile.chained for tile in tiles] == [True, True]
+    assert (tiles[0].first_positions.tolist(), tiles[0].end_positions.tolist()) == ([0], [128])
+    assert tiles[1].first_positions.tolist() == [128, 128]
+    assert sorted(tiles[1].end_positions.tolist()) == [192, 320]
 
 
 @pytest.mark.parametrize("limit", [1, 100_000, 1 << 20])
@@ -120,9 +133,9 @@ def test_bias_masks_what_a_row_may_not_see() -> None:
     """Rows of lengths 3 and 66 in a tile of two segments; a window of 2 leaves the last two positions of each."""
     span = QuerySpan(np.arange(2), np.array([3, 66]), np.arange(8))
     (tile,) = plan_tiles([span], layout(8), CPU)
-    visible = tile.bias(128, None)[0, 0, :, 0] == 0
+    visible = tile.bias(0, 128, None)[0, 0, :, 0] == 0
     assert visible.sum(-1).tolist() == [3, 66]
-    windowed = tile.bias(128, 2)[0, 0, :, 0] == 0
+    windowed = tile.bias(0, 128, 2)[0, 0, :, 0] == 0
     assert [row.nonzero()[:, 0].tolist() for row in windowed] == [[1, 2], [64, 65]]
 
 

@@ -25,7 +25,7 @@ def _groups(lengths: list[list[int]], vocab: int = tiny_models.VOCAB) -> list[Ro
 def _batches(model: torch.nn.Module, groups: list[RolloutGroup], max_tokens: int) -> list[TrainingBatch]:
     advantages = torch.arange(float(sum(len(g.rollouts) for g in groups))).view(len(groups), -1)
     layer = LayerGroup.of(model.config, model.dtype)
-    return micro_batches(groups, advantages, layer, torch.device("cpu"), max_tokens=max_tokens, exact=True)
+    return list(micro_batches(groups, advantages, layer, torch.device("cpu"), max_tokens=max_tokens, exact=True))
 
 
 LENGTHS = [[5, 1, 8, 3], [70, 4, 66, 2], [1, 2, 2, 9]]

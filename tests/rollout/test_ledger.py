@@ -1,0 +1,562 @@
+"""The memory ledger: sums and sizes by hand, estimates against what torch's allocator hands out for the same work."""
+
+import dataclasses
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+import tiny_models
+from rollout import RolloutConfig, RolloutError, SamplingParams
+from rollout.block_pool import BlockPool, BlockTable, OutOfBlocksError
+from rollout.estimate import (
+    META,
+    LiveBytes,
+    TrainingPeak,
+    rollout_peak,
+    score_and_backward,
+    training_peak,
+    widest_pack,
+)
+from rollout.kv_cache import LayerGroup
+from rollout.ledger import GIB, MIB, Ledger, LedgerRow, TrainingBytes, build_ledger, parse_bytes, show_bytes
+from rollout.memory import blocks_for, pool_size
+from rollout.packing import Pack, build_pack
+from rollout.plan import main, make_plan, parse_options, rollouts_that_fit
+from rollout.views import training_view
+
+CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.bfloat16)
+EIGHT_B_PARAMETERS = 8_190_735_360
+"""2 x 151,936 x 4,096 of embeddings and head; 36 layers of 192,946,432; 4,096 of the last norm. A layer has 2 x 4,096^2
+of q and o, 2 x 4,096 x 1,024 of k and v, 3 x 4,096 x 12,288 of the MLP, and norms of 2 x 4,096 and 2 x 128."""
+
+
+def allocated_peak(work: Callable[[], object]) -> int:
+    """Highest sum of what torch's CPU allocator handed out and took back during `work`, by its own records."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as records:
+        work()
+    assert records.profiler is not None
+    events = [e for e in records.profiler.kineto_results.events() if e.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak
+
+
+# -- amounts ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("1000", 1000), ("80GiB", 85_899_345_920), ("24 GB", 24_000_000_000), ("1.5kb", 1500), ("0.5MiB", 524_288),
+        ("3KiB", 3072),
+        ("1e3", 1000), ("2TiB", 2_199_023_255_552), (" 7 B", 7), ("80gib", 85_899_345_920),
+    ],
+)  # fmt: skip
+def test_amounts_of_memory_are_read(text: str, expected: int) -> None:
+    assert parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "80 apples", "80G", "nan", "inf", "1e999GiB", "1,000", "80GiB2", "0x10"])
+def test_what_is_no_amount_is_refused_with_examples(text: str) -> None:
+    with pytest.raises(RolloutError, match="is no amount of memory: write 80GiB, 24GB or a number of bytes") as raised:
+        parse_bytes(text)
+    assert repr(text) in str(raised.value)
+
+
+@pytest.mark.parametrize("text", ["0", "-1GiB", "0.4"])
+def test_no_memory_at_all_is_refused(text: str) -> None:
+    with pytest.raises(RolloutError, match=f"'{text}' is no amount of memory: it must be more than 0"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("size", "shown"),
+    [(0, "0.0 MiB"), (2_621_440, "2.5 MiB"), (GIB, "1.00 GiB"), (1536 * MIB, "1.50 GiB"), (2000 * GIB, "2,000.00 GiB")],
+)
+def test_amounts_of_memory_are_shown(size: int, shown: str) -> None:
+    assert show_bytes(size) == shown
+
+
+# -- ledger -------------------------------------------------------------------------------------------------------
+
+ROWS = (LedgerRow("weights", 3 * MIB, 3 * MIB), LedgerRow("activations", 4 * MIB, 1 * MIB))
+
+
+@pytest.mark.parametrize(
+    ("rows", "capacity", "missing", "verdict"),
+    [
+        (ROWS, 7 * MIB, 0, "fits: 0.0 MiB of 7.0 MiB are left at the rollout peak"),
+        (ROWS, 9 * MIB, 0, "fits: 2.0 MiB of 9.0 MiB are left at the rollout peak"),
+        (ROWS, 7 * MIB - 1, 1, "does not fit: the rollout peak lacks 0.0 MiB (1 bytes) of 7.0 MiB"),
+        (
+            (*ROWS, LedgerRow("gradients", 0, 5 * MIB)),
+            7 * MIB,
+            2 * MIB,
+            "does not fit: the training peak lacks 2.0 MiB (2097152 bytes) of 7.0 MiB",
+        ),
+    ],
+)
+def test_the_verdict_is_of_the_higher_column(
+    rows: tuple[LedgerRow, ...], capacity: int, missing: int, verdict: str
+) -> None:
+    ledger = Ledger(rows, capacity)
+    assert (ledger.missing, ledger.verdict) == (missing, verdict)
+    assert ledger.peak == max(ledger.rollout_peak, ledger.training_peak)
+
+
+def test_the_table_ends_with_its_sums_and_the_verdict() -> None:
+    lines = Ledger(ROWS, 8 * MIB).render().splitlines()
+    assert [line.split() for line in lines[:-1]] == [
+        ["memory", "rollout", "training"],
+        ["weights", "3.0", "MiB", "3.0", "MiB"],
+        ["activations", "4.0", "MiB", "1.0", "MiB"],
+        ["peak", "7.0", "MiB", "4.0", "MiB"],
+    ]
+    assert lines[-1] == "fits: 1.0 MiB of 8.0 MiB are left at the rollout peak"
+
+
+def test_what_rests_is_in_both_columns_and_the_rest_in_its_own() -> None:
+    training = TrainingBytes(masters=20, moments=40, gradients=100, activations=300, reference=10)
+    ledger = build_ledger(
+        weights=1, pool=2, rollout_activations=50, training=training, capacity=1000, process=7, heap_holes=0.5
+    )
+    columns = {row.name: (row.rollout, row.training) for row in ledger.rows}
+    assert columns == {
+        "weights": (1, 1),
+        "reference weights": (10, 10),
+        "fp32 masters": (20, 20),
+        "optimizer moments": (40, 40),
+        "fp32 gradients": (0, 100),
+        "activations and logits": (50, 300),
+        "KV pool": (2, 2),
+        "state slots": (0, 0),
+        "packed or quantised copies": (0, 0),
+        "process": (7, 7),
+        "heap holes": (25, 200),
+    }
+    # 1 + 10 + 20 + 40 + 2 + 7 rest
+    assert (ledger.rollout_peak, ledger.training_peak, ledger.missing) == (80 + 75, 80 + 600, 0)
+
+
+# -- KV pool ------------------------------------------------------------------------------------------------------
+
+GROUP = LayerGroup(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=16, dtype=torch.float32)
+"""128 bytes to a token: 2,048 to a block of 16."""
+
+
+@pytest.mark.parametrize(("total", "blocks"), [(8192, 1), (12287, 1), (12288, 2), (40960, 9), (4096 * 1000, 24)])
+def test_the_pool_and_its_padding_block_stay_within_the_fraction(total: int, blocks: int) -> None:
+    """Half of the total is the pool's; 4 sequences of 65 tokens need 4 x (5 + 1) blocks at most."""
+    config = RolloutConfig(memory_fraction=0.5, max_num_seqs=4)
+    assert pool_size(config, GROUP, 65, total) == blocks
+    assert (blocks + 1) * 2048 <= total / 2
+
+
+@pytest.mark.parametrize(("total", "missing"), [(8190, 1), (4096, 2048), (1, 4096)])
+def test_a_pool_of_not_one_block_names_the_bytes_that_are_missing(total: int, missing: int) -> None:
+    with pytest.raises(RolloutError, match=rf"memory_fraction=0\.5 of {total} bytes.*\({missing} bytes are missing\)"):
+        pool_size(RolloutConfig(memory_fraction=0.5), GROUP, 64, total)
+
+
+def test_given_blocks_are_taken_whatever_the_fraction() -> None:
+    assert pool_size(RolloutConfig(num_blocks=1000), GROUP, 64, 1) == 1000
+
+
+@pytest.mark.parametrize(("sequences", "length", "blocks"), [(1, 1, 2), (1, 16, 2), (1, 17, 3), (3, 33, 12)])
+def test_blocks_for_sequences_that_share_nothing(sequences: int, length: int, blocks: int) -> None:
+    assert blocks_for(sequences, length, 16) == blocks
+
+
+# -- live bytes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_live_bytes_by_hand(device: str) -> None:
+    with LiveBytes() as live:
+        a = torch.zeros(100, device=device)
+        b = torch.zeros(50, dtype=torch.bfloat16, device=device)
+        assert live.live == 500
+        view = a.view(10, 10).t()[2:]
+        a.add_(1.0)
+        assert live.live == 500  # a view and a change in place take nothing
+        del a
+        assert live.live == 500  # the view still holds it
+        c = view + 1.0
+        assert live.live == 500 + 320
+        del view, b, c
+    assert (live.live, live.peak) == (0, 820)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_what_was_there_before_is_not_counted(device: str) -> None:
+    """Neither views of it nor changes in place are new memory: weights and KV have rows of their own."""
+    before = torch.zeros(100, 100, device=device)
+    rows = torch.zeros(7, 100, device=device)
+    with LiveBytes() as live:
+        before.add_(1.0)
+        views = before.t(), before[:10]
+        out = torch.nn.functional.linear(rows, before)
+        assert (live.live, live.peak) == (7 * 100 * 4, 7 * 100 * 4)
+    del views, out
+
+
+def test_live_bytes_are_those_of_the_allocator() -> None:
+    def work() -> None:
+        x = torch.randn(300, 40)
+        for width in (70, 10, 50):
+            x = (x @ torch.randn(x.shape[1], width)).relu()
+
+    with LiveBytes() as live:
+        work()
+    assert live.peak == allocated_peak(work)
+
+
+# -- training estimate --------------------------------------------------------------------------------------------
+
+
+def lone_pack(
+    config: PretrainedConfig, dtype: torch.dtype, device: torch.device, prompt: int, new: int, n: int
+) -> Pack:
+    return build_pack([([0] * prompt, [[0] * new] * n)], LayerGroup.of(config, dtype), device, exact=True)
+
+
+def estimated(
+    config: PretrainedConfig, dtype: torch.dtype, shape: tuple[int, int, int], **options: bool
+) -> TrainingPeak:
+    chosen = {"exact": True, "gradient_checkpointing": False, "accumulated": False} | options
+    return training_peak(
+        config,
+        dtype,
+        lone_pack(config, dtype, META, *shape),
+        score_and_backward,
+        **chosen,
+    )
+
+
+def measured(
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    shape: tuple[int, int, int],
+    *,
+    gradient_checkpointing: bool = False,
+    accumulated: bool = False,
+    peak: Callable[[Callable[[], object]], int] = allocated_peak,
+) -> int:
+    """Bytes that the same step takes on the CPU, with real weights and tokens, gradients summed up in fp32."""
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    view = training_view(model, exact=True, gradient_checkpointing=gradient_checkpointing)
+    pack = lone_pack(config, dtype, CPU, *shape)
+    sums: dict[int, torch.Tensor] = {}
+
+    def take(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        gradient, parameter.grad = parameter.grad, None
+        if id(parameter) in sums:
+            sums[id(parameter)].add_(gradient)
+        else:
+            sums[id(parameter)] = gradient.float()
+
+    def step() -> None:
+        if accumulated:
+            sums.update({id(p): torch.zeros_like(p, dtype=torch.float32) for p in view.parameters()})
+        score_and_backward(view, pack)
+
+    for parameter in view.parameters():
+        parameter.register_post_accumulate_grad_hook(take)
+    return peak(step)
+
+
+def live_peak(work: Callable[[], object]) -> int:
+    with LiveBytes() as live:
+        work()
+    assert isinstance(live.peak, int)
+    return live.peak
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("arch", tiny_models.ARCHITECTURES)
+def test_tensors_without_data_take_what_real_ones_take(arch: str, dtype: torch.dtype) -> None:
+    """The estimate dispatches the very operations of the real step, so not a byte may differ."""
+    config = tiny_models.random_config(arch)
+    for accumulated in (False, True):
+        peak = estimated(config, dtype, (40, 60, 4), accumulated=accumulated)
+        assert peak.activations + peak.gradients == measured(
+            config, dtype, (40, 60, 4), accumulated=accumulated, peak=live_peak
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("accumulated", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_step_is_known_before_it_runs(dtype: torch.dtype, accumulated: bool, checkpointing: bool) -> None:
+    """Short by what is taken inside one operation: a CPU's bf16 products copy, checkpointing keeps random state."""
+    config = tiny_models.random_config("qwen3")
+    options = {"gradient_checkpointing": checkpointing, "accumulated": accumulated}
+    peak, real = estimated(config, dtype, (40, 60, 6), **options), measured(config, dtype, (40, 60, 6), **options)
+    short = 0.03 if dtype == torch.bfloat16 else 0.003
+    assert (1.0 - short) * real <= peak.activations + peak.gradients <= real
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_six_layers_are_known_from_two_and_four(checkpointing: bool) -> None:
+    """Of one long rollout, where what all layers share is as much as a layer's own."""
+    config, shape = tiny_models.random_config("qwen3", num_hidden_layers=6), (64, 300, 1)
+    options = {"gradient_checkpointing": checkpointing, "accumulated": True}
+    peak, real = estimated(config, torch.float32, shape, **options), measured(config, torch.float32, shape, **options)
+    assert peak.activations + peak.gradients == pytest.approx(real, rel=0.01)
+
+
+def test_checkpointing_keeps_less_and_accumulated_gradients_are_those_of_all_parameters() -> None:
+    config = tiny_models.random_config("qwen3", num_hidden_layers=8)
+    plain, saving = (
+        estimated(config, torch.bfloat16, (40, 60, 6), gradient_checkpointing=on, accumulated=True)
+        for on in (False, True)
+    )
+    assert saving.activations < 0.5 * plain.activations
+    assert (
+        saving.gradients
+        == plain.gradients
+        == 4 * tiny_models.random_model("qwen3", num_hidden_layers=8).num_parameters()
+    )
+
+
+def test_the_widest_pack_takes_what_fits_and_at_least_one_rollout() -> None:
+    """20 tokens of prompt, and 9 rows for each 10-token completion: its last token predicts nothing."""
+    for max_tokens, rollouts in ((1, 1), (49, 2), (50, 3), (1000, 8)):
+        pack = widest_pack(GROUP, 20, 10, 8, max_tokens, exact=False)
+        assert (len(pack.targets), len(pack.ids)) == (10 * rollouts, 20 + 9 * rollouts)
+
+
+# -- rollout estimate ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("vocab", "prompt", "new", "batched"), [(4001, 40, 24, 160), (211, 200, 8, 800)])
+def test_the_largest_iteration_of_an_engine_is_known(
+    dtype: torch.dtype, vocab: int, prompt: int, new: int, batched: int
+) -> None:
+    """4 prompts fill a prefill, their 32 rollouts a decode; beside it rest the prompts' logits and the last ids."""
+    model = tiny_models.random_model("qwen3", dtype=dtype, vocab_size=vocab)
+    sampling = SamplingParams(max_new_tokens=new, ignore_eos=True, seed=0)
+    prompts = tiny_models.random_prompts([prompt] * 4)
+    sizes = {"max_num_seqs": 32, "max_num_batched_tokens": batched, "prefix_cache": False}
+    with tiny_models.small_engine(model, **sizes) as engine:
+        real = allocated_peak(lambda: engine.generate_rollouts(prompts, 8, sampling))
+        config = dataclasses.replace(engine.config, num_blocks=None)
+        peak = rollout_peak(model.config, dtype, config, engine.pool.num_blocks, prompt, new, 8, exact=True)
+    assert peak == pytest.approx(real, rel=0.02)
+
+
+def test_a_larger_pool_is_no_activation() -> None:
+    """KV has a row of its own; 500 blocks are enough for all that an iteration may take."""
+    config = tiny_models.random_config("qwen3")
+    small, large = (
+        rollout_peak(config, torch.float32, RolloutConfig(max_num_seqs=4), blocks, 40, 24, 4, exact=True)
+        for blocks in (500, 5000)
+    )
+    assert small == large
+
+
+# -- plan ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def eight_b(tmp_path: Path) -> Path:
+    """A config.json of Qwen3-8B's shape, and nothing else."""
+    shape = {
+        "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 36, "hidden_size": 4096,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12288,
+        "vocab_size": 151936, "tie_word_embeddings": False, "max_position_embeddings": 40960, "dtype": "bfloat16",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    return tmp_path
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    """A config.json that names no dtype: 207,008 parameters, 512 positions, 256 numbers of KV to a token."""
+    tiny_models.random_config("qwen3").save_pretrained(tmp_path)
+    return tmp_path
+
+
+def table(text: str) -> dict[str, tuple[str, str]]:
+    """The rows of a rendered ledger."""
+    lines = [line.rsplit(maxsplit=4) for line in text.splitlines() if line.count("iB") == 2 and ":" not in line]
+    return {parts[0].strip(): (" ".join(parts[1:3]), " ".join(parts[3:])) for parts in lines if len(parts) == 5}
+
+
+def test_the_plan_of_eight_billion_parameters_by_hand(eight_b: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """28 GiB of KV hold 12,743 blocks of 16 x 147,456 bytes; 1,024 tokens take 64 of them."""
+    arguments = ["gpu=80GiB", "fraction=0.35", "context=1024", "prompt=264", "n=16", "training=false"]
+    assert main([f"model={eight_b}", *arguments]) == 0
+    out = capsys.readouterr().out
+    assert "147,456 bytes" in out
+    assert "12,742 of 16 tokens (2.2 MiB each), and one for padding" in out
+    weights = show_bytes(2 * EIGHT_B_PARAMETERS)
+    assert weights == "15.26 GiB"
+    rows = table(out)
+    assert rows["weights"] == (weights, weights)
+    assert rows["KV pool"] == (show_bytes(12_743 * 2_359_296),) * 2
+    assert rows["fp32 masters"] == rows["optimizer moments"] == rows["fp32 gradients"] == ("0.0 MiB", "0.0 MiB")
+    assert "199 of full length without sharing" in out
+    # 16 blocks are shared and 48 each rollout's own: 16 groups of 784 hold 256, and the 198 left hold 3 of another
+    assert "259 with 16 to a prompt" in out
+
+
+def test_training_adds_masters_and_moments(eight_b: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In bf16; in fp32 the weights are their own masters. Gradients are all there when the last layers' arrive."""
+    small = ["context=64", "prompt=32", "n=2", "max_num_seqs=2", "micro_batch_tokens=96"]
+    for dtype, masters in (("auto", "30.51 GiB"), ("float32", "0.0 MiB")):
+        assert main([f"model={eight_b}", "gpu=80GiB", f"dtype={dtype}", *small]) == 1
+        rows = table(capsys.readouterr().out)
+        assert rows["fp32 masters"] == (masters, masters)
+        assert rows["optimizer moments"] == ("61.03 GiB", "61.03 GiB")
+        assert rows["fp32 gradients"] == ("0.0 MiB", "30.51 GiB")
+    assert [show_bytes(size * EIGHT_B_PARAMETERS) for size in (4, 8)] == ["30.51 GiB", "61.03 GiB"]
+
+
+@pytest.mark.slow
+def test_the_plan_of_training_eight_billion_parameters_at_full_length(
+    eight_b: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """122 GiB of weights, masters, moments and gradients do not fit 80, whatever else there is."""
+    peaks = []
+    for saving in ("false", "true"):
+        assert main([f"model={eight_b}", "gpu=80GiB", f"gradient_checkpointing={saving}"]) == 1
+        out = capsys.readouterr().out
+        missing = int(out.partition("the training peak lacks ")[2].partition("(")[2].partition(" bytes")[0])
+        assert missing > 122 * GIB + 28 * GIB - 80 * GIB
+        peaks.append(missing)
+    assert peaks[1] < peaks[0] - 36 * 4096 * 30720 * 2
+
+
+@pytest.mark.parametrize(("gpu", "status", "verdict"), [("64MiB", 0, "fits: "), ("2MiB", 1, "does not fit: the ")])
+def test_the_exit_status_says_whether_it_fits(
+    tiny: Path, capsys: pytest.CaptureFixture[str], gpu: str, status: int, verdict: str
+) -> None:
+    assert main([f"model={tiny}", f"gpu={gpu}", "context=64", "max_num_seqs=4"]) == status
+    out, errors = capsys.readouterr()
+    assert verdict in out
+    assert errors == ""
+
+
+def test_without_gpu_the_plan_is_for_this_machine(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the dtype that the model is loaded in here: a CPU runs what names none in float32."""
+    assert main([f"model={tiny / 'config.json'}", "context=64", "max_num_seqs=4", "training=False"]) == 0
+    out = capsys.readouterr().out
+    assert "fits: " in out
+    assert f"KV per token         {512 if torch.cuda.is_available() else 1024:,} bytes" in out
+
+
+def test_a_plan_in_another_dtype_takes_what_that_takes(tiny: Path) -> None:
+    """2 layers x 2 heads x 32 wide, keys and values: 256 numbers to a token. 35 % of 1 MB is 350,000 bytes."""
+    for dtype, size, blocks in (("float32", 4, 20), ("bfloat16", 2, 41)):
+        plan = make_plan(parse_options([f"model={tiny}", "gpu=1MB", f"dtype={dtype}", "training=false"]))
+        assert (plan.kv_bytes_per_token, plan.num_blocks) == (256 * size, blocks)
+        rows = {row.name: row.rollout for row in plan.ledger.rows}
+        assert (rows["weights"], rows["KV pool"]) == (207_008 * size, (blocks + 1) * 16 * 256 * size)
+        assert rows["KV pool"] <= 350_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nosuch=1"], r"'nosuch=1' is not an option; say name=value with one of: model, gpu, fraction, context"),
+        (["training"], r"'training' is not an option; say name=value"),
+        (["gpu=lots"], r"'lots' is no amount of memory: write 80GiB, 24GB or a number of bytes"),
+        (["gpu=-1GiB"], r"'-1GiB' is no amount of memory: it must be more than 0"),
+        (["n=many"], r"n=many: say a whole number"),
+        (["n=1.5"], r"n=1\.5: say a whole number"),
+        (["n=0"], r"n=0: must be more than 0"),
+        (["fraction=half"], r"fraction=half: say a number"),
+        (["fraction=1.5"], r"fraction=1\.5: must lie in \(0, 1\]"),
+        (["fraction=nan"], r"fraction=nan: must lie in \(0, 1\]"),
+        (["training=maybe"], r"training=maybe: say true or false"),
+        (["dtype=int4"], r"dtype='int4': use auto, float32 or bfloat16"),
+        (["context=64", "prompt=64"], r"prompt=64 leaves no room for a completion within context=64"),
+        (["context=1000"], r"=1000 is more than the model's max_position_embeddings of 512"),
+        (["gpu=10000"], r"of 10000 bytes leaves no room for a KV block of 8192 bytes.*\(12884 bytes are missing\)"),
+    ],
+)
+def test_an_option_that_cannot_be_used_ends_with_2_and_its_name(
+    tiny: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    given = [f"model={tiny}", "gpu=1GiB", *arguments]
+    assert main(given) == 2
+    out, errors = capsys.readouterr()
+    assert out == ""
+    with pytest.raises(RolloutError, match=message):
+        raise RolloutError(errors)
+    assert errors.startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "neither a directory with a config.json nor such a file"),
+        ("{", "not a model's configuration"),
+        ("{}", "not a model's configuration"),
+        ('{"model_type": "gpt2"}', "model_type='gpt2' is not supported; supported: qwen3, qwen2, llama"),
+    ],
+)
+def test_a_model_that_cannot_be_planned_ends_with_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, message: str
+) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    assert main([f"model={tmp_path}", "gpu=1GiB"]) == 2
+    out, errors = capsys.readouterr()
+    assert (out, message in errors, "Traceback" in errors) == ("", True, False), errors
+
+
+def test_a_plan_of_no_model_says_how_to_ask(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "error: model= is missing; usage: python -m rollout.plan model=DIR" in capsys.readouterr().err
+
+
+# -- rollouts at once ---------------------------------------------------------------------------------------------
+
+
+def test_rollouts_that_share_their_prompt_by_hand() -> None:
+    """Of 5 blocks for 70 tokens, 2 are filled by 40 tokens of prompt: 4 rollouts take 2 + 4 x 3, a fifth 2 + 3."""
+    assert rollouts_that_fit(20, 16, 40, 70, 4) == 5
+    assert rollouts_that_fit(18, 16, 40, 70, 4) == 4
+    assert rollouts_that_fit(4, 16, 40, 70, 4) == 0
+
+
+def forked(pool: BlockPool, prompt: int, context: int, n: int) -> bool:
+    """Whether n forks of a prompt could all be written to their end; nothing is left in the pool if not."""
+    parent = BlockTable(pool)
+    tables = [parent]
+    try:
+        parent.make_writable(0, prompt)
+        tables += [parent.fork() for _ in range(n)]
+        parent.free()
+        for table in tables[1:]:
+            table.make_writable(prompt, context)
+    except OutOfBlocksError:
+        for table in tables:
+            table.free()
+        return False
+    return True
+
+
+def test_as_many_rollouts_fit_as_a_pool_takes_forks() -> None:
+    draw = random.Random(0)
+    for _ in range(300):
+        block_size, prompt, n = draw.randint(1, 20), draw.randint(1, 60), draw.randint(1, 9)
+        context, num_blocks = prompt + draw.randint(1, 60), draw.randint(1, 150)
+        pool, count = BlockPool(num_blocks, block_size), 0
+        while forked(pool, prompt, context, n):
+            count += n
+        count += next((k for k in range(n - 1, 0, -1) if forked(pool, prompt, context, k)), 0)
+        assert rollouts_that_fit(num_blocks, block_size, prompt, context, n) == count
