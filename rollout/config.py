@@ -38,6 +38,9 @@ class RolloutConfig:
     many as max_num_batched_tokens leaves."""
     prefix_cache: bool = True
     """Keep full KV blocks and find them again by their tokens, until the weights change or the pool needs the room."""
+    packed_weights: bool = False
+    """Keep a second copy of the weights in the layout that a CPU's bfloat16 products read fastest; same bits, faster
+    decoding, rearranged again after every update."""
     dtype: str = "auto"
     """"float32", "bfloat16" or "auto": what the model is stored in."""
     device: str = "auto"

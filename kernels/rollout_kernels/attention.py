@@ -18,7 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rollout_kernels.activations import exp2_
 from rollout_kernels.tiles import ROW_MULTIPLE, SEGMENT_SIZE, round_up
+
+_LOG2E = math.log2(math.e)  # scores are taken in units of ln 2, since 2 ** x is computed faster than e ** x
 
 
 @dataclass
@@ -34,6 +37,7 @@ class AttentionTiles:
     places, rows: [n] int64, the places in the flattened [W * R] that hold real rows, and which rows they are.
     reach: how many positions from first_positions on some row of some tile sees.
     seen_by_all: how many positions from first_positions on every real row of every tile sees, but for windows.
+    begins: whether the tiles begin at position 0.
     chained: whether other tiles hold further segments of these rows.
     """
 
@@ -46,6 +50,7 @@ class AttentionTiles:
     rows: Tensor
     reach: int
     seen_by_all: int
+    begins: bool = True
     chained: bool = False
     _bias: dict[tuple[int, int, int], Tensor] = field(default_factory=dict, repr=False)
 
@@ -95,10 +100,10 @@ def _scores(
 ) -> Tensor:
     """Fp32 scores of the first `real` = R * G rows of tiled q [W * K, >= R * G, D] against tiled k [W * K, P, D].
 
-    Positions from mask_from on are masked. Returns [W * K, R * G, P].
+    In units of ln 2. Positions from mask_from on are masked. Returns [W * K, R * G, P].
     """
     num_tiles, num_real = tiles.lengths.shape
-    scores = torch.bmm(q, k.transpose(1, 2))[:, :real].float().mul_(scale)
+    scores = torch.bmm(q, k.transpose(1, 2))[:, :real].float().contiguous().mul_(scale * _LOG2E)
     end = k.shape[1]
     if mask_from < end:
         by_row = scores.view(num_tiles, -1, num_real, real // num_real, end)
@@ -106,24 +111,23 @@ def _scores(
     return scores
 
 
-def _partials(scores: Tensor, maximum: Tensor, v: Tensor, padded_rows: int) -> Tensor:
-    """Each segment's (weighted sum of v, sum of weights): fp32 [W * K, S, R * G, D + 1]. Overwrites the scores.
+def _partials(scores: Tensor, maximum: Tensor, v: Tensor, padded_rows: int) -> tuple[Tensor, Tensor]:
+    """Each segment's weighted sum of v, [W * K, S, R * G, D], and its sum of weights, [W * K, R * G, S], both fp32.
 
-    scores [W * K, R * G, P], maximum [W * K, R * G, 1]; v [W * K, P, D]. The product has padded_rows rows.
+    scores [W * K, R * G, P] are overwritten; maximum [W * K, R * G, 1]; v [W * K, P, D]. The product has padded_rows
+    rows.
     """
     batch, rows, positions = scores.shape
     segments, dim = positions // SEGMENT_SIZE, v.shape[-1]
-    weights = scores.sub_(maximum).exp_().view(batch, rows, segments, SEGMENT_SIZE).transpose(1, 2)
+    by_segment = exp2_(scores.sub_(maximum)).view(batch, rows, segments, SEGMENT_SIZE)
+    weights = by_segment.transpose(1, 2)
     if rows < padded_rows:
         factor = v.new_zeros(batch, segments, padded_rows, SEGMENT_SIZE)
         factor[:, :, :rows] = weights
     else:
         factor = weights.to(v.dtype)
     product = torch.bmm(factor.reshape(-1, padded_rows, SEGMENT_SIZE), v.view(-1, SEGMENT_SIZE, dim))
-    partials = scores.new_empty(batch, segments, rows, dim + 1)
-    partials[..., :dim] = product.view(batch, segments, padded_rows, dim)[:, :, :rows]
-    torch.sum(weights, -1, out=partials[..., dim])
-    return partials
+    return product.view(batch, segments, padded_rows, dim)[:, :, :rows].float(), by_segment.sum(-1)
 
 
 def attend(
@@ -135,8 +139,19 @@ def attend(
     this many positions, itself the last. Returns out [T, H, D] in q's dtype and its log-sum-exp [T, H] in fp32; a row
     that no tile covers gets zeros (and -inf).
     """
+    out, lse = _attend(q, k, v, tiles, scale, window)
+    return out, lse / _LOG2E
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, tiles: list[AttentionTiles], scale: float, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """`attend` with the log-sum-exp in units of ln 2."""
     num_rows, heads, dim = q.shape
-    state = q.new_zeros(num_rows, heads, dim + 1, dtype=torch.float32)
+    sums = _Sums(
+        values=q.new_zeros(num_rows, heads, dim, dtype=torch.float32),
+        weights=q.new_zeros(num_rows, heads, 1, dtype=torch.float32),
+    )
     maxima = q.new_full((num_rows, heads, 1), -torch.inf, dtype=torch.float32)
     held = []
     for tile in tiles:
@@ -150,25 +165,35 @@ def attend(
             held.append((tile, scores))
         else:
             maxima.index_copy_(0, tile.rows, _untile(maximum, tile))
-            _add_up(state, scores, maximum, v, tile)
+            sums.add(scores, maximum, v, tile)
     # rows whose segments lie in several tiles: first all maxima, then all sums, in segment order
     for tile, scores in held:
-        _add_up(state, scores, _tile_queries(maxima, tile)[:, : scores.shape[1]], v, tile)
-    weight = state[..., dim:]
-    out = (state[..., :dim] / torch.where(weight > 0, weight, 1.0)).to(q.dtype)
-    return out, (maxima + weight.log())[..., 0]
+        sums.add(scores, _tile_queries(maxima, tile)[:, : scores.shape[1]], v, tile)
+    out = (sums.values / torch.where(sums.weights > 0, sums.weights, 1.0)).to(q.dtype)
+    return out, (maxima + sums.weights.log2())[..., 0]
 
 
-def _add_up(state: Tensor, scores: Tensor, maximum: Tensor, v: Tensor, tile: AttentionTiles) -> None:
-    """Add a tile's partials to its rows of state [T, H, D + 1], in segment order."""
-    groups = scores.shape[1] // tile.num_real_rows
-    partials = _partials(scores, maximum, _tile_kv(v, tile.kv_units), tile.query_rows.shape[1] * groups)
-    total = partials[:, 0]
-    if tile.chained:
-        total = total.add_(_tile_queries(state, tile)[:, : scores.shape[1]])
-    for segment in range(1, partials.shape[1]):
-        total = total.add_(partials[:, segment])
-    state.index_copy_(0, tile.rows, _untile(total, tile))
+@dataclass
+class _Sums:
+    """Running sums of every row: weighted values [T, H, D] and weights [T, H, 1], fp32."""
+
+    values: Tensor
+    weights: Tensor
+
+    def add(self, scores: Tensor, maximum: Tensor, v: Tensor, tile: AttentionTiles) -> None:
+        """Add a tile's partials to its rows, in segment order."""
+        rows, segments = scores.shape[1], scores.shape[2] // SEGMENT_SIZE
+        padded_rows = tile.query_rows.shape[1] * rows // tile.num_real_rows
+        partials, partial_weights = _partials(scores, maximum, _tile_kv(v, tile.kv_units), padded_rows)
+        values, weights = partials[:, 0], partial_weights[..., :1]
+        if tile.chained and not tile.begins:
+            values = values.add_(_tile_queries(self.values, tile)[:, :rows])
+            weights = weights + _tile_queries(self.weights, tile)[:, :rows]
+        for segment in range(1, segments):
+            values = values.add_(partials[:, segment])
+            weights = weights + partial_weights[..., segment : segment + 1]
+        self.values.index_copy_(0, tile.rows, _untile(values, tile))
+        self.weights.index_copy_(0, tile.rows, _untile(weights, tile))
 
 
 class _TrainingAttention(torch.autograd.Function):
@@ -179,7 +204,7 @@ class _TrainingAttention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, tiles: list[AttentionTiles], scale: float, window: int | None
     ) -> Tensor:
         # each pack row of each kv head is a unit of one position
-        out, lse = attend(q, k.reshape(-1, 1, k.shape[-1]), v.reshape(-1, 1, v.shape[-1]), tiles, scale, window)
+        out, lse = _attend(q, k.reshape(-1, 1, k.shape[-1]), v.reshape(-1, 1, v.shape[-1]), tiles, scale, window)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.tiles, ctx.scale, ctx.window = tiles, scale, window
         return out
@@ -201,7 +226,7 @@ class _TrainingAttention(torch.autograd.Function):
             row_stats = _tile_queries(torch.stack((lse, delta), -1), tile)[:, :real]
             # padding rows see nothing: every score is -inf, so every weight is 0 against a finite log-sum-exp
             row_lse = torch.where(row_stats[..., :1].isfinite(), row_stats[..., :1], 0.0)
-            weights = _scores(tile_q, tile_k, tile, real, ctx.scale, ctx.window, 0).sub_(row_lse).exp_()
+            weights = _scores(tile_q, tile_k, tile, real, ctx.scale, ctx.window, 0).sub_(row_lse).exp2_()
             grad_weights = torch.bmm(tile_grad, tile_v.transpose(1, 2)).float()
             grad_scores = grad_weights.sub_(row_stats[..., 1:]).mul_(weights).mul_(ctx.scale).to(q.dtype)
             grad_q.index_add_(0, tile.rows, _untile(torch.bmm(grad_scores, tile_k).float(), tile))

@@ -56,13 +56,14 @@ def entropy(z: Tensor, kept: Tensor | None = None) -> Tensor:
 def sample_inverse_cdf(z: Tensor, uniform: Tensor, kept: Tensor | None = None) -> Tensor:
     """Draw one token per row of z [R, V] by inverse CDF from uniform [R] (fp64 in [0, 1)): int64 [R].
 
-    Sums run in fp64, since fp32 ones leave tens of thousands of a large vocabulary's tokens unreachable; the result
-    is clamped to the last token of positive probability.
+    Sums run in fp64, since fp32 ones leave tens of thousands of a large vocabulary's tokens unreachable. A
+    token of probability 0 is never drawn.
     """
     if kept is not None:
         z = z.masked_fill(~kept, -torch.inf)
     probs = (z - z.amax(-1, keepdim=True)).exp().double()
     cdf = probs.cumsum(-1)
-    picked = torch.searchsorted(cdf, uniform[:, None] * cdf[:, -1:], right=True)[:, 0]
-    last = probs.shape[-1] - 1 - (probs > 0).flip(-1).int().argmax(-1)
-    return torch.minimum(picked, last)
+    total = cdf[:, -1:]
+    # a product that rounds up to the total would point behind the last token
+    target = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cdf, target, right=True)[:, 0]

@@ -14,7 +14,7 @@ from rollout_kernels.attention import AttentionTiles
 from rollout_kernels.tiles import ROW_MULTIPLE, SEGMENT_SIZE, round_up
 
 MAX_TILE_ROWS = 64
-MAX_SCORES = 1 << 22  # per batch of tiles, so that scores stay in tens of megabytes at any length
+MAX_SCORES = 1 << 20  # per batch of tiles: 4 MB of fp32 scores stay in a cache, at any length
 
 LAUNCH_SCORES = 1 << 17  # what a batch of tiles costs beside its scores, counted in scores
 
@@ -140,5 +140,6 @@ def _batch(members: Sequence[QuerySpan], shape: _Shape, layout: KVLayout, device
         rows=on_device(query_rows[:, :num_real].reshape(-1)[places]),
         reach=int((np.minimum(longest, end) - first).max()),
         seen_by_all=int((np.minimum(shortest, end) - first).min()),
+        begins=not shape.later,
         chained=shape.chained,
     )
