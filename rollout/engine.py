@@ -272,8 +272,7 @@ class RolloutEngine:
         """Somebody changed the weights without a word: count it as an update, unless requests have begun."""
         begun = self.scheduler.has_begun
         # a look at the values costs a little, so it is taken only before a first request, and if a copy could be stale
-        stale = bool(self.pool.cache) or self._packed is not None
-        if not self._watch.changed(look=not begun and stale):
+        if not self._watch.changed(look=not begun and bool(self.pool.cache or self._packed)):
             return
         if begun:
             raise RolloutError("the weights changed while requests were running; they have been aborted")
@@ -299,11 +298,11 @@ class RolloutEngine:
 
     def stats(self) -> EngineStats:
         """Sizes, gauges, peaks and counters of now."""
-        released = self._runner is None or self._runner.cache.released
+        pool = self._runner.cache if self._runner is not None else None
         return collect(
             self.scheduler,
             self._core.meter,
-            pool_bytes=0 if self._runner is None or released else self._runner.cache.num_bytes,
+            pool_bytes=0 if pool is None or pool.released else pool.num_bytes,
             num_waiting=self._core.num_waiting,
             exact=self.exact,
             exact_reason=self.exact_reason,

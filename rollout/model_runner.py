@@ -41,20 +41,17 @@ class ModelRunner:
         """
         if batch.copies:
             self.cache.copy_blocks(batch.copies)
-        drawing = [c.sequence for c in batch.chunks if c.completes and not c.sequence.is_prompt]
-        prompts = [c.sequence for c in batch.chunks if c.completes and c.sequence.is_prompt]
-        rows: list[Tensor] = []
-        prefilled: list[tuple[Sequence, Tensor]] = []
-        if batch.chunks:
-            logits = self.forward(batch.chunks)
-            by_sequence = dict(zip([c.sequence for c in batch.chunks if c.completes], logits, strict=False))
-            prefilled = [(prompt, by_sequence[prompt].clone()) for prompt in prompts]
-            rows = [by_sequence[sequence] for sequence in drawing]
-        rows += [self._first_logits(fork) for fork in batch.forks]
-        drawing += batch.forks
+        completing = [c.sequence for c in batch.chunks if c.completes]
+        drawing = [sequence for sequence in completing if not sequence.is_prompt] + batch.forks
+        computed = self.forward(batch.chunks) if batch.chunks else None
+        rows: dict[Sequence, Tensor] = {} if computed is None else dict(zip(completing, computed, strict=False))
+        prefilled = [(sequence, rows[sequence].clone()) for sequence in completing if sequence.is_prompt]
         if not drawing:
             return [], None, prefilled
-        sampled = sample(pad_rows(torch.stack(rows), self.row_multiple), drawing)
+        if computed is None or drawing != completing:
+            rows |= {fork: self._first_logits(fork) for fork in batch.forks}
+            computed = pad_rows(torch.stack([rows[sequence] for sequence in drawing]), self.row_multiple)
+        sampled = sample(computed, drawing)
         if not bool(sampled.raw_logprobs.isfinite().all()):
             self.cache.clear()
             raise RolloutError("the model's logits are not finite: its weights are broken, or its dtype is too narrow")

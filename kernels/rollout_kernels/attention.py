@@ -74,19 +74,20 @@ class AttentionTiles:
         return self._bias[key]
 
 
-def _tile_queries(q: Tensor, tiles: AttentionTiles) -> Tensor:
-    """q [T, H, C] -> [W * K, M * G, C]."""
-    num_tiles, tile_rows = tiles.query_rows.shape
-    kv_heads = tiles.kv_units.shape[1]
-    picked = q.index_select(0, tiles.query_rows.reshape(-1)).view(num_tiles, tile_rows, kv_heads, -1, q.shape[-1])
-    return picked.transpose(1, 2).reshape(num_tiles * kv_heads, -1, q.shape[-1])
+def _tile_rows(x: Tensor, tiles: AttentionTiles, num_rows: int) -> Tensor:
+    """x [T, H, C] -> [W * K, num_rows * G, C], the first num_rows of each tile's query rows."""
+    num_tiles, kv_heads = len(tiles.query_rows), tiles.kv_units.shape[1]
+    picked = x.index_select(0, tiles.query_rows[:, :num_rows].reshape(-1))
+    by_head = picked.view(num_tiles, num_rows, kv_heads, -1, x.shape[-1]).transpose(1, 2)
+    return by_head.reshape(num_tiles * kv_heads, -1, x.shape[-1])
 
 
 def _untile(x: Tensor, tiles: AttentionTiles) -> Tensor:
     """[W * K, R * G, C] -> [n, H, C], the real rows in the order of `tiles.rows`."""
     num_tiles, num_real = tiles.lengths.shape
     by_row = x.view(num_tiles, -1, num_real, x.shape[1] // num_real, x.shape[-1]).transpose(1, 2)
-    return by_row.reshape(num_tiles * num_real, -1, x.shape[-1]).index_select(0, tiles.places)
+    every = by_row.reshape(num_tiles * num_real, -1, x.shape[-1])
+    return every if len(tiles.places) == len(every) else every.index_select(0, tiles.places)
 
 
 def _tile_kv(kv: Tensor, units: Tensor) -> Tensor:
@@ -155,7 +156,7 @@ def _attend(
     maxima = q.new_full((num_rows, heads, 1), -torch.inf, dtype=torch.float32)
     held = []
     for tile in tiles:
-        tile_q, tile_k = _tile_queries(q, tile), _tile_kv(k, tile.kv_units)
+        tile_q, tile_k = _tile_rows(q, tile, tile.query_rows.shape[1]), _tile_kv(k, tile.kv_units)
         real = tile.num_real_rows * heads // tile.kv_units.shape[1]
         scores = _scores(tile_q, tile_k, tile, real, scale, window, 0 if window else tile.seen_by_all)
         maximum = scores.amax(-1, keepdim=True)
@@ -168,7 +169,7 @@ def _attend(
             sums.add(scores, maximum, v, tile)
     # rows whose segments lie in several tiles: first all maxima, then all sums, in segment order
     for tile, scores in held:
-        sums.add(scores, _tile_queries(maxima, tile)[:, : scores.shape[1]], v, tile)
+        sums.add(scores, _tile_rows(maxima, tile, tile.num_real_rows), v, tile)
     out = (sums.values / torch.where(sums.weights > 0, sums.weights, 1.0)).to(q.dtype)
     return out, (maxima + sums.weights.log2())[..., 0]
 
@@ -187,8 +188,8 @@ class _Sums:
         partials, partial_weights = _partials(scores, maximum, _tile_kv(v, tile.kv_units), padded_rows)
         values, weights = partials[:, 0], partial_weights[..., :1]
         if tile.chained and not tile.begins:
-            values = values.add_(_tile_queries(self.values, tile)[:, :rows])
-            weights = weights + _tile_queries(self.weights, tile)[:, :rows]
+            values = values.add_(_tile_rows(self.values, tile, tile.num_real_rows))
+            weights = weights + _tile_rows(self.weights, tile, tile.num_real_rows)
         for segment in range(1, segments):
             values = values.add_(partials[:, segment])
             weights = weights + partial_weights[..., segment : segment + 1]
@@ -221,9 +222,10 @@ class _TrainingAttention(torch.autograd.Function):
             # nothing here has to agree with the generator's bits, so rows and positions that nobody needs are left out
             units = tile.kv_units[..., : round_up(tile.reach, ROW_MULTIPLE)]
             real = tile.num_real_rows * q.shape[1] // tile.kv_units.shape[1]
-            tile_q, tile_k, tile_v = _tile_queries(q, tile)[:, :real], _tile_kv(flat_k, units), _tile_kv(flat_v, units)
-            tile_grad = _tile_queries(grad_out, tile)[:, :real]
-            row_stats = _tile_queries(torch.stack((lse, delta), -1), tile)[:, :real]
+            tile_q, tile_grad, row_stats = (
+                _tile_rows(x, tile, tile.num_real_rows) for x in (q, grad_out, torch.stack((lse, delta), -1))
+            )
+            tile_k, tile_v = _tile_kv(flat_k, units), _tile_kv(flat_v, units)
             # padding rows see nothing: every score is -inf, so every weight is 0 against a finite log-sum-exp
             row_lse = torch.where(row_stats[..., :1].isfinite(), row_stats[..., :1], 0.0)
             weights = _scores(tile_q, tile_k, tile, real, ctx.scale, ctx.window, 0).sub_(row_lse).exp2_()

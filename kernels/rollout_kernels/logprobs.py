@@ -66,4 +66,5 @@ def sample_inverse_cdf(z: Tensor, uniform: Tensor, kept: Tensor | None = None) -
     total = cdf[:, -1:]
     # a product that rounds up to the total would point behind the last token
     target = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cdf, target, right=True)[:, 0]
+    # a row of nan points behind its end, too; its log-prob will tell
+    return torch.searchsorted(cdf, target, right=True)[:, 0].clamp_max_(z.shape[-1] - 1)

@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -61,7 +61,7 @@ def plan_tiles(spans: Iterable[QuerySpan], layout: KVLayout, device: torch.devic
     """
     base = ROW_MULTIPLE // math.gcd(ROW_MULTIPLE, layout.num_groups)
     max_rows = round_up(MAX_TILE_ROWS, base)
-    buckets: dict[_Shape, list[QuerySpan]] = defaultdict(list)
+    kinds: dict[_Kind, list[QuerySpan]] = defaultdict(list)
     for span in spans:
         chained = span.first_segment > 0 or span.num_segments is not None
         for start in range(0, len(span.rows), max_rows):
@@ -71,48 +71,48 @@ def plan_tiles(spans: Iterable[QuerySpan], layout: KVLayout, device: torch.devic
                 segments = min(segments, span.num_segments)
             tile = QuerySpan(rows, lengths, span.units, span.first_segment, segments)
             padded_rows = min(base * _bucket(-(-len(rows) // base)), max_rows)
-            buckets[_Shape(span.first_segment > 0, chained, padded_rows, _bucket(segments))].append(tile)
+            kinds[_Kind(span.first_segment > 0, chained, padded_rows)].append(tile)
     heads = layout.num_kv_heads * layout.num_groups
-    tiles = []
-    for shape, members in _merged(buckets, heads):
-        step = max(1, MAX_SCORES // shape.scores(heads))
-        for start in range(0, len(members), step):
-            tiles.append(_batch(members[start : start + step], shape, layout, device))
-    return tiles
+    return [
+        _batch(members, kind, layout, device)
+        for kind, tiles in sorted(kinds.items(), key=lambda item: item[0])
+        for members in _batches(tiles, heads * kind.rows * SEGMENT_SIZE)
+    ]
 
 
-class _Shape(NamedTuple):
+class _Kind(NamedTuple):
     """What tiles of one batch have in common."""
 
     later: bool
     """Whether they begin behind segment 0."""
     chained: bool
     rows: int
-    segments: int
-
-    def scores(self, heads: int) -> int:
-        """Scores of one tile."""
-        return heads * self.rows * self.segments * SEGMENT_SIZE
 
 
-def _merged(buckets: dict[_Shape, list[QuerySpan]], heads: int) -> list[tuple[_Shape, list[QuerySpan]]]:
-    """Batches in order of segments; a small one joins one of more segments where padding costs less than a launch."""
-    merged: list[tuple[_Shape, list[QuerySpan]]] = []
-    for shape, members in sorted(buckets.items(), reverse=True):
-        if merged:
-            larger, others = merged[-1]
-            padding = len(members) * (larger.scores(heads) - shape.scores(heads))
-            if larger[:3] == shape[:3] and padding <= LAUNCH_SCORES:
-                others.extend(members)
-                continue
-        merged.append((shape, members))
-    return merged[::-1]
+def _batches(tiles: list[QuerySpan], scores_per_segment: int) -> Iterator[list[QuerySpan]]:
+    """Tiles of like length together: as many as MAX_SCORES allows, unless padding costs more than another launch."""
+
+    def segments(tile: QuerySpan) -> int:
+        return tile.num_segments or 0
+
+    batch: list[QuerySpan] = []
+    padding = 0
+    for tile in sorted(tiles, key=segments, reverse=True):
+        if batch:
+            padding += (segments(batch[0]) - segments(tile)) * scores_per_segment
+            scores = (len(batch) + 1) * segments(batch[0]) * scores_per_segment
+            if scores > MAX_SCORES or padding > LAUNCH_SCORES:
+                yield batch
+                batch, padding = [], 0
+        batch.append(tile)
+    if batch:
+        yield batch
 
 
-def _batch(members: Sequence[QuerySpan], shape: _Shape, layout: KVLayout, device: torch.device) -> AttentionTiles:
+def _batch(members: Sequence[QuerySpan], kind: _Kind, layout: KVLayout, device: torch.device) -> AttentionTiles:
     num_tiles, num_real = len(members), max(len(span.rows) for span in members)
     segments = max(span.num_segments or 0 for span in members)
-    query_rows = np.zeros((num_tiles, shape.rows), np.int64)
+    query_rows = np.zeros((num_tiles, kind.rows), np.int64)
     lengths = np.zeros((num_tiles, num_real), np.int64)
     filled = np.zeros((num_tiles, num_real), bool)
     units = np.zeros((num_tiles, segments * SEGMENT_SIZE // layout.unit), np.int64)
@@ -140,6 +140,6 @@ def _batch(members: Sequence[QuerySpan], shape: _Shape, layout: KVLayout, device
         rows=on_device(query_rows[:, :num_real].reshape(-1)[places]),
         reach=int((np.minimum(longest, end) - first).max()),
         seen_by_all=int((np.minimum(shortest, end) - first).min()),
-        begins=not shape.later,
-        chained=shape.chained,
+        begins=not kind.later,
+        chained=kind.chained,
     )
