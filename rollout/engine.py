@@ -77,7 +77,7 @@ class RolloutEngine:
         self._watch = WeightWatch(self.module)
         cache = KVCache(self.layer_group, num_blocks, config.block_size, self.device)
         view = make_view(self.module, exact=self.exact)
-        self._packed = PackedWeights(view) if config.packed_weights else None
+        self.packed = PackedWeights(view) if config.packed_weights else None
         self._runner: ModelRunner | None = ModelRunner(view, cache, config.max_num_seqs, exact=self.exact)
         self._core = EngineCore(self.scheduler, self._runner, tokenizer, self.end_token_ids)
 
@@ -232,8 +232,8 @@ class RolloutEngine:
     @policy_version.setter
     def policy_version(self, version: int) -> None:
         self._watch.acknowledge()
-        if self._packed is not None:
-            self._packed.refresh()
+        if self.packed is not None:
+            self.packed.refresh()
         self.scheduler.set_policy_version(version)
 
     def weights_updated(self, running: WhileRunning = "refuse") -> None:
@@ -272,7 +272,7 @@ class RolloutEngine:
         """Somebody changed the weights without a word: count it as an update, unless requests have begun."""
         begun = self.scheduler.has_begun
         # a look at the values costs a little, so it is taken only before a first request, and if a copy could be stale
-        if not self._watch.changed(look=not begun and bool(self.pool.cache or self._packed)):
+        if not self._watch.changed(look=not begun and bool(self.pool.cache or self.packed)):
             return
         if begun:
             raise RolloutError("the weights changed while requests were running; they have been aborted")
@@ -311,7 +311,7 @@ class RolloutEngine:
     def close(self) -> None:
         """Free the KV pool and the view. Closing twice is fine; generating afterwards is an error."""
         self._core.abort_all()
-        self._core.runner = self._runner = self._packed = None  # type: ignore[assignment]
+        self._core.runner = self._runner = self.packed = None  # type: ignore[assignment]
 
     def __enter__(self) -> "RolloutEngine":
         return self

@@ -1,10 +1,10 @@
-"""SiLU against fp64, and that its bits hang on the element alone."""
+"""SiLU and powers of two against fp64, and that their bits hang on the element alone."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from rollout_kernels.activations import SiLU, silu
+from rollout_kernels.activations import SiLU, exp2_, silu
 
 ROUNDING = {torch.float32: 4e-7, torch.bfloat16: 2.0**-8}
 """Relative: four roundings of fp32, one of bf16."""
@@ -83,3 +83,18 @@ def test_bits_do_not_depend_on_the_number_of_threads(restore_threads: None) -> N
 def test_module_form_is_the_function() -> None:
     x = inputs(torch.float32, 64).view(2, 4, 8)
     assert torch.equal(SiLU()(x), silu(x))
+
+
+def test_powers_of_two_equal_the_fp64_formula() -> None:
+    x = -30 * torch.rand(100_003, generator=torch.Generator().manual_seed(0))
+    exact = x.double().exp2()
+    assert ((exp2_(x.clone()).double() - exact).abs() / exact).max() < 2.0**-23
+    assert exp2_(torch.tensor([0.0, -1.0, -torch.inf, 3.0])).tolist() == [1.0, 0.5, 0.0, 8.0]
+
+
+def test_bits_of_powers_of_two_do_not_depend_on_the_size(threads: int) -> None:
+    x = -30 * torch.rand(300_001, generator=torch.Generator().manual_seed(0))
+    whole = exp2_(x.clone())
+    for size in [*range(1, 70), 211, 1000, 32_768, 32_769, 65_537, 98_304, 200_000]:
+        assert torch.equal(exp2_(x[:size].clone()), whole[:size]), size
+        assert torch.equal(exp2_(x[-size:].clone()), whole[-size:]), size

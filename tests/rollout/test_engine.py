@@ -102,33 +102,6 @@ def test_the_smallest_pool_of_these_tests_preempts() -> None:
         assert engine.stats().preemptions > 0
 
 
-def test_rollouts_do_not_depend_on_sharing_products(alone: list[Any]) -> None:
-    """Siblings that attend their prompt's segments each for itself."""
-    with small_engine(shared_model("qwen3")) as engine:
-        assert engine._runner is not None
-        assert engine._runner.group_siblings
-        engine._runner.group_siblings = False
-        assert [contents(group) for group in engine.generate_rollouts(PROMPTS, 4, SAMPLING)] == alone
-
-
-def test_rollouts_do_not_depend_on_order(alone: list[Any]) -> None:
-    groups = generate(shared_model("qwen3"), PROMPTS[::-1], 4, SAMPLING, keys=[3, 2, 1, 0])
-    assert [contents(group) for group in groups] == alone[::-1]
-
-
-@pytest.mark.parametrize("n", [1, 2, 9])
-def test_rollouts_do_not_depend_on_n(alone: list[Any], n: int) -> None:
-    groups = generate(shared_model("qwen3"), PROMPTS, n, SAMPLING)
-    assert [contents(group, 4)[:n] for group in groups] == [expected[:n] for expected in alone]
-
-
-def test_rollouts_do_not_depend_on_the_others_parameters(alone: list[Any]) -> None:
-    """Neighbours that are cut, greedy, shorter or of another seed: the second prompt is as it was alone."""
-    params = [SamplingParams(top_k=3, seed=1), SAMPLING, greedy(3), SamplingParams(temperature=2.0, top_p=0.5)]
-    groups = generate(shared_model("qwen3"), PROMPTS, 4, params)
-    assert contents(groups[1]) == alone[1]
-
-
 def test_rollouts_do_not_depend_on_earlier_calls(alone: list[Any]) -> None:
     with small_engine(shared_model("qwen3")) as engine:
         for _ in range(3):
