@@ -231,9 +231,9 @@ class RolloutEngine:
 
     @policy_version.setter
     def policy_version(self, version: int) -> None:
-        self._watch.acknowledge()
         if self.packed is not None:
             self.packed.refresh()
+        self._watch.acknowledge()
         self.scheduler.set_policy_version(version)
 
     def weights_updated(self, running: WhileRunning = "refuse") -> None:

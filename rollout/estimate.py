@@ -117,12 +117,15 @@ def training_peak(
 
     if depth <= _DEPTHS[1]:
         return at(depth)
+    everything = sum(4 * p.numel() for p in skeleton(config, dtype).parameters())
     low, high = (at(num_layers) for num_layers in _DEPTHS)
 
     def drawn_on(a: int, b: int) -> int:
         return b + (b - a) * (depth - _DEPTHS[1]) // (_DEPTHS[1] - _DEPTHS[0])
 
-    return TrainingPeak(drawn_on(low.activations, high.activations), drawn_on(low.gradients, high.gradients))
+    peak = TrainingPeak(drawn_on(low.activations, high.activations), drawn_on(low.gradients, high.gradients))
+    # the end of the backward, with every gradient, may be higher than where shallow models have their peak
+    return peak if peak.activations + peak.gradients >= everything else TrainingPeak(0, everything)
 
 
 def _backward_peak(view: PreTrainedModel, backward: Callable[[], None], accumulated: bool) -> TrainingPeak:
@@ -155,10 +158,20 @@ def score_and_backward(view: PreTrainedModel, pack: Pack) -> None:
     score_tokens(view, pack, SamplingParams()).logprobs.sum().backward()  # type: ignore[no-untyped-call]
 
 
-def widest_pack(layer: LayerGroup, prompt: int, new: int, n: int, max_tokens: int, *, exact: bool) -> Pack:
-    """As many of one prompt's n completions of `new` tokens as max_tokens holds, at least one, on the meta device."""
-    fitting = min(n, max(1, (max_tokens - prompt) // new))
-    return build_pack([([0] * prompt, [[0] * new] * fitting)], layer, META, exact=exact)
+def widest_pack(
+    layer: LayerGroup, prompt: int, new: int, n: int, num_groups: int, max_tokens: int, *, exact: bool
+) -> Pack:
+    """Groups of a prompt and n completions of `new` tokens, up to max_tokens in all, on the meta device.
+
+    At least one whole completion; the last is cut to fit, as shorter ones would fill the room.
+    """
+    groups: list[tuple[list[int], list[list[int]]]] = []
+    left = max(max_tokens, prompt + new)
+    while left > prompt and len(groups) < num_groups:
+        lengths = [min(new, left - prompt - i * new) for i in range(n) if left - prompt - i * new > 0]
+        groups.append(([0] * prompt, [[0] * length for length in lengths]))
+        left -= prompt + sum(lengths)
+    return build_pack(groups, layer, META, exact=exact)
 
 
 def rollout_peak(
@@ -169,6 +182,7 @@ def rollout_peak(
     prompt: int,
     new: int,
     n: int,
+    sampling: SamplingParams,
     *,
     exact: bool,
 ) -> int:
@@ -182,23 +196,26 @@ def rollout_peak(
     view = make_view(skeleton(shallow, dtype), exact=exact)
     runner = ModelRunner(view, cache, config.max_num_seqs, exact=exact)
     pool = BlockPool(num_blocks, config.block_size)
-    decoding = [Chunk(s, s.num_tokens - 1, 1) for s in _full_families(pool, config.max_num_seqs, prompt, new, n)]
+    families = _full_families(pool, config.max_num_seqs, prompt, new, n, sampling)
+    decoding = [Chunk(s, s.num_tokens - 1, 1) for s in families]
     peaks = [_forward_peak(runner, decoding)]
     pool.reset()
-    peaks.append(_forward_peak(runner, _prefills(pool, prompt, config)))
-    return max(peaks)
+    prefills = _prefills(pool, prompt, config, sampling)
+    peaks.append(_forward_peak(runner, prefills))
+    # a prefilled prompt's row of logits stays until its completions have forked
+    return max(peaks) + len(prefills) * int(model_config.vocab_size) * dtype.itemsize
 
 
-def _prompt(pool: BlockPool, prompt: int, n: int) -> Seq:
-    return Request([0] * prompt, n, SamplingParams(), 0, 0, 0, 0, 1 << 30).start_prompt(pool)
+def _prompt(pool: BlockPool, prompt: int, n: int, sampling: SamplingParams) -> Seq:
+    return Request([0] * prompt, n, sampling, 0, 0, 0, 0, 1 << 30).start_prompt(pool)
 
 
-def _prefills(pool: BlockPool, prompt: int, config: RolloutConfig) -> list[Chunk]:
+def _prefills(pool: BlockPool, prompt: int, config: RolloutConfig, sampling: SamplingParams) -> list[Chunk]:
     """Last chunks of as many prompts as one iteration may take."""
     chunks: list[Chunk] = []
     budget = min(config.prefill_chunk_size or config.max_num_batched_tokens, config.max_num_batched_tokens)
     while budget > 0:
-        sequence = _prompt(pool, prompt, 1)
+        sequence = _prompt(pool, prompt, 1, sampling)
         if sequence.table.num_blocks_to_write(0, prompt) > pool.num_free_blocks:
             break
         sequence.table.make_writable(0, prompt)
@@ -207,12 +224,15 @@ def _prefills(pool: BlockPool, prompt: int, config: RolloutConfig) -> list[Chunk
     return chunks
 
 
-def _full_families(pool: BlockPool, max_num_seqs: int, prompt: int, new: int, n: int) -> list[Seq]:
+def _full_families(
+    pool: BlockPool, max_num_seqs: int, prompt: int, new: int, n: int, sampling: SamplingParams
+) -> list[Seq]:
     """Completions about to draw their last token, n to a prompt."""
     sequences: list[Seq] = []
     length = prompt + new - 1
+    ids = [0] * length
     while len(sequences) < max_num_seqs:
-        parent = _prompt(pool, prompt, n)
+        parent = _prompt(pool, prompt, n, sampling)
         if parent.table.num_blocks_to_write(0, length) > pool.num_free_blocks:
             break
         parent.table.make_writable(0, prompt)
@@ -221,7 +241,7 @@ def _full_families(pool: BlockPool, max_num_seqs: int, prompt: int, new: int, n:
             if table.num_blocks_to_write(prompt, length) > pool.num_free_blocks:
                 return sequences
             table.make_writable(prompt, length)
-            sequences.append(Seq(parent.request, index, [0] * length, table, prompt, len(sequences)))
+            sequences.append(Seq(parent.request, index, ids, table, prompt, len(sequences)))
     return sequences
 
 
@@ -233,6 +253,6 @@ def _forward_peak(runner: ModelRunner, chunks: list[Chunk]) -> int:
     drawing = [Seq(c.sequence.request, i, c.sequence.token_ids, c.sequence.table) for i, c in enumerate(chunks)]
     with LiveBytes() as live:
         logits = runner.forward(chunks)
-        sample(torch.stack(list(logits)), drawing)
+        sample(logits, drawing)
     peak: int = live.peak
     return peak

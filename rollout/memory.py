@@ -59,8 +59,9 @@ def sized_for(config: RolloutConfig, model: PreTrainedModel, num_sequences: int,
         return config
     parameter = next(model.parameters())
     group = LayerGroup.of(model.config, parameter.dtype)
-    allowed = pool_size(config, group, longest_sequence(config, model.config), device_bytes(parameter.device))
-    needed = blocks_for(min(config.max_num_seqs, num_sequences), length, config.block_size)
+    longest = longest_sequence(config, model.config)
+    allowed = pool_size(config, group, longest, device_bytes(parameter.device))
+    needed = blocks_for(min(config.max_num_seqs, num_sequences), min(length, longest), config.block_size)
     return replace(config, num_blocks=min(allowed, needed))
 
 

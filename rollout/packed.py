@@ -21,14 +21,15 @@ class PackedLinear(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
-        self.refresh()
+        self.packed = self.pack()
 
-    def refresh(self) -> None:
-        """Pack the weights as they are now."""
-        self._packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), _ROWS)
+    def pack(self) -> Tensor:
+        """The weight as it is now, in the product's layout."""
+        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), _ROWS)
+        return packed
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
         return out
 
 
@@ -38,7 +39,7 @@ class PackedWeights:
     def __init__(self, view: PreTrainedModel) -> None:
         """Replace the view's linear layers. Raises RolloutError where products are not oneDNN's in bf16."""
         parameter = next(view.parameters())
-        cpu = parameter.device.type == "cpu" and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        cpu = parameter.device.type == "cpu" and torch.ops.mkldnn._is_mkldnn_bf16_supported()
         if not cpu or parameter.dtype != torch.bfloat16:
             raise RolloutError(
                 "packed_weights=True is for bfloat16 on a CPU with oneDNN, and this model is in"
@@ -56,6 +57,7 @@ class PackedWeights:
         return sum(layer.weight.nbytes for layer in self._layers)
 
     def refresh(self) -> None:
-        """Pack anew after the weights changed."""
-        for layer in self._layers:
-            layer.refresh()
+        """Pack anew after the weights changed; all or nothing."""
+        packed = [layer.pack() for layer in self._layers]
+        for layer, tensor in zip(self._layers, packed, strict=True):
+            layer.packed = tensor

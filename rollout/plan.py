@@ -1,6 +1,6 @@
 """`python -m rollout.plan model=DIR gpu=80GiB`: will it fit? From a model's configuration alone, without weights.
 
-Exit status: 0 it fits, 1 it does not, 2 an option that cannot be used.
+Exit status: 0 it fits, 1 it does not, 2 an option that cannot be used, or not one KV block fits.
 """
 
 import sys
@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, PretrainedConfig
 
-from rollout.config import RolloutConfig
+from rollout.config import RolloutConfig, SamplingParams
 from rollout.errors import RolloutError
 from rollout.estimate import rollout_peak, score_and_backward, skeleton, training_peak, widest_pack
 from rollout.kv_cache import LayerGroup
@@ -125,7 +125,7 @@ def make_plan(options: PlanOptions) -> Plan:
         memory_fraction=options.fraction,
         max_model_len=options.context or None,
         max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=max(options.max_num_batched_tokens, options.max_num_seqs),
+        max_num_batched_tokens=options.max_num_batched_tokens,
         dtype=options.dtype,
     )
     context = longest_sequence(config, model_config)
@@ -142,7 +142,7 @@ def make_plan(options: PlanOptions) -> Plan:
         weights=num_parameters * dtype.itemsize,
         pool=(num_blocks + 1) * config.block_size * layer.bytes_per_token(),
         rollout_activations=rollout_peak(
-            model_config, dtype, config, num_blocks, prompt, context - prompt, options.n, exact=True
+            model_config, dtype, config, num_blocks, prompt, context - prompt, options.n, SamplingParams(), exact=True
         ),
         training=_training_bytes(options, model_config, dtype, layer, num_parameters, prompt, context - prompt),
         capacity=total,
@@ -171,7 +171,7 @@ def _training_bytes(
     peak = training_peak(
         model_config,
         dtype,
-        widest_pack(layer, prompt, new, options.n, options.micro_batch_tokens, exact=True),
+        widest_pack(layer, prompt, new, options.n, 1 << 30, options.micro_batch_tokens, exact=True),
         score_and_backward,
         exact=True,
         gradient_checkpointing=options.gradient_checkpointing,
@@ -198,8 +198,9 @@ def main(arguments: list[str]) -> int:
     print(
         f"KV blocks            {plan.num_blocks:,} of {options.block_size} tokens ({block} each), and one for padding"
     )
-    print(f"rollouts at once     {plan.rollouts_apart:,} of full length without sharing")
+    print(f"the pool holds       {plan.rollouts_apart:,} rollouts of full length without sharing")
     print(f"                     {plan.rollouts_sharing:,} with {options.n} to a prompt, which share its blocks")
+    print(f"run at once          {options.max_num_seqs:,} at most (max_num_seqs)")
     return 1 if plan.ledger.missing else 0
 
 

@@ -4,7 +4,7 @@ A decode step computes one token each of completions that run; every other step 
 first tokens among them. Steps are timed in a call without the profiler; a second call on other prompts is profiled for
 the shares of the categories:
 
-  products     linear layers            attention    scores, weights and merges of the segments
+  products     linear layers            attention    scores, weights and sums of the segments
   kv           KV writes and gathers    elementwise  norms, rotary embedding, activations, copies and the like
   sampling     log-probs and the draw   scheduler    schedule() and the attention's tile plan
   host         what is left of the step: Python between operations, in transformers and in this engine

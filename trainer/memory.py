@@ -1,20 +1,19 @@
 """The run's memory: how large the KV pool has to be, what everything comes to, and whether that was right."""
 
 import logging
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import PreTrainedModel
 
-from rollout import Rollout, RolloutEngine, RolloutGroup
-from rollout.estimate import META, rollout_peak, training_peak
+from rollout import RolloutEngine
+from rollout.estimate import rollout_peak, training_peak, widest_pack
 from rollout.ledger import Ledger, TrainingBytes, build_ledger, show_bytes
 from rollout.loading import longest_sequence
 from rollout.memory import device_bytes, peak_bytes, reset_peak, trim, used_bytes
 from rollout.packing import Pack
 from rollout.scoring import score_tokens
-from trainer.batch import micro_batches
 from trainer.config import ConfigError, TrainerConfig, sampling_params
 from trainer.optimizer import MasterAdamW
 
@@ -30,19 +29,21 @@ class StepShape:
 
     prompt: int
     """Tokens of the longest prompt."""
+    shortest_prompt: int
     new: int
     """Tokens of the longest completion."""
     num_sequences: int
     """Rollouts of a step, or greedy completions of an evaluation, if those are more."""
 
 
-def step_shape(config: TrainerConfig, model: PreTrainedModel, longest_prompt: int, num_eval_rows: int) -> StepShape:
-    """The largest step that the configuration can come to; longest_prompt in tokens."""
+def step_shape(config: TrainerConfig, model: PreTrainedModel, lengths: Sequence[int], num_eval_rows: int) -> StepShape:
+    """The largest step that the configuration can come to; lengths are those of all prompts, in tokens."""
     limit = longest_sequence(config.rollout, model.config)
-    prompt = min(longest_prompt, limit - 1)
+    prompt, shortest = (min(length, limit - 1) for length in (max(lengths), min(lengths)))
     new = max(config.sampling.max_new_tokens, config.eval.max_new_tokens or 0)
     num_rollouts = config.algorithm.prompts_per_step * config.algorithm.group_size
-    return StepShape(prompt, min(new, limit - prompt), max(num_rollouts, num_eval_rows))
+    evaluated = num_eval_rows if config.eval.every else 0
+    return StepShape(prompt, shortest, min(new, limit - shortest), max(num_rollouts, evaluated))
 
 
 def plan_memory(
@@ -57,18 +58,20 @@ def plan_memory(
     trim()  # what loading and a warm start have freed
     copies = weights if reference is not None else 0
     packed = engine.packed.num_bytes if engine.packed is not None else 0
-    held = weights + copies + packed + optimizer.held_bytes
+    pool = engine.stats().pool_bytes
+    held = weights + copies + packed + pool + optimizer.master_bytes + optimizer.moment_bytes
     ledger = build_ledger(
         weights=weights,
-        pool=engine.stats().pool_bytes,
+        pool=pool,
         rollout_activations=rollout_peak(
             engine.module.config,
             engine.dtype,
-            engine.config,
+            replace(engine.config, max_num_seqs=min(engine.config.max_num_seqs, shape.num_sequences)),
             engine.pool.num_blocks,
             shape.prompt,
             shape.new,
             config.algorithm.group_size,
+            sampling_params(config),
             exact=engine.exact,
         ),
         training=_training_bytes(config, engine, optimizer, shape, copies),
@@ -79,8 +82,8 @@ def plan_memory(
     )
     if ledger.missing:
         raise ConfigError(
-            f"{ledger.render()}\nlower algorithm.micro_batch_tokens, rollout.memory_fraction or"
-            " sampling.max_new_tokens, or set model.gradient_checkpointing=true"
+            f"{ledger.render()}\nlower algorithm.micro_batch_tokens, rollout.max_num_seqs, rollout.memory_fraction"
+            " (or num_blocks) or sampling.max_new_tokens, or set model.gradient_checkpointing=true"
         )
     return ledger
 
@@ -89,21 +92,21 @@ def _training_bytes(
     config: TrainerConfig, engine: RolloutEngine, optimizer: MasterAdamW, shape: StepShape, reference: int
 ) -> TrainingBytes:
     algorithm, sampling = config.algorithm, sampling_params(config)
-    completion = Rollout(0, [0] * shape.new, [0.0] * shape.new, [], None, "length", 0)
-    group = RolloutGroup([0] * shape.prompt, [completion] * algorithm.group_size, 0, 0)
-    # two micro-batches tell as much as all of them
-    per_group = shape.prompt + algorithm.group_size * shape.new
-    count = min(algorithm.prompts_per_step, 2 + 2 * algorithm.micro_batch_tokens // per_group)
-    batches = micro_batches(
-        [group] * count,
-        torch.zeros(count, algorithm.group_size),
+
+    def step_tokens(prompt: int) -> int:
+        return algorithm.prompts_per_step * (prompt + algorithm.group_size * shape.new)
+
+    # a full micro-batch has most logits behind short prompts; one that holds the whole step is longest behind long ones
+    several = step_tokens(shape.shortest_prompt) > algorithm.micro_batch_tokens
+    pack = widest_pack(
         engine.layer_group,
-        META,
-        max_tokens=algorithm.micro_batch_tokens,
+        shape.shortest_prompt if several else shape.prompt,
+        shape.new,
+        algorithm.group_size,
+        algorithm.prompts_per_step,
+        algorithm.micro_batch_tokens,
         exact=engine.exact,
     )
-    # no other is larger; behind a second one the gradients of the first lie already
-    packs = [batch.pack for batch in islice(batches, 2)]
 
     def backward(view: PreTrainedModel, pack: Pack) -> None:
         scores = score_tokens(view, pack, sampling)
@@ -115,11 +118,11 @@ def _training_bytes(
     peak = training_peak(
         engine.module.config,
         engine.dtype,
-        packs[0],
+        pack,
         backward,
         exact=engine.exact,
         gradient_checkpointing=config.model.gradient_checkpointing,
-        accumulated=len(packs) > 1,
+        accumulated=step_tokens(shape.prompt) > algorithm.micro_batch_tokens,
     )
     return TrainingBytes(optimizer.master_bytes, optimizer.moment_bytes, peak.gradients, peak.activations, reference)
 
@@ -130,13 +133,13 @@ class MemoryWatch:
     def __init__(self, ledger: Ledger, device: torch.device) -> None:
         self.ledger = ledger
         self.device = device
-        reset_peak(device)
+        self._since = "so far" if reset_peak(device) else "since the process began"
 
     def report(self) -> str:
         """Predicted and measured peak since this watch began."""
         measured = peak_bytes(self.device)
         difference = 100.0 * (self.ledger.peak - measured) / measured
         return (
-            f"memory: predicted peak {show_bytes(self.ledger.peak)}, measured {show_bytes(measured)} so far"
+            f"memory: predicted peak {show_bytes(self.ledger.peak)}, measured {show_bytes(measured)} {self._since}"
             f" ({difference:+.0f} %)"
         )

@@ -107,7 +107,8 @@ def engine_metrics(before: EngineStats, after: EngineStats) -> Metrics:
 
 
 def memory_metrics(engine: RolloutEngine) -> Metrics:
-    """Peak bytes of the process since the first step began (on CUDA: of the device's allocator), and the KV pool's."""
+    """Peak bytes of the process (on CUDA: of the device's allocator), from the first step on where the system counts
+    anew, and the KV pool's."""
     return {
         "memory/peak_bytes": float(peak_bytes(engine.device)),
         "memory/kv_pool_bytes": float(engine.stats().pool_bytes),

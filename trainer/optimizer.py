@@ -102,11 +102,6 @@ class MasterAdamW:
         """Bytes of both moments."""
         return sum(2 * m.nbytes for m in self.masters.values())
 
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of masters and of the moments that are there by now."""
-        return self.master_bytes + (self.moment_bytes if self._adamw.state else 0)
-
     def state_tensors(self) -> dict[str, Tensor]:
         """Everything a resumed run needs, flat: moments and step counts, and masters that are not the parameters."""
         tensors: dict[str, Tensor] = {}

@@ -109,8 +109,8 @@ def prepare(config: TrainerConfig) -> Run:
         module = load_model(directory, config.rollout.dtype, device)
         _clean_generation_config(module)
         reference = load_model(directory, config.rollout.dtype, device) if config.algorithm.kl_coef else None
-        longest, shortest = max(lengths["train"] + lengths["eval"]), min(lengths["train"])
-        shape = step_shape(config, module, longest, len(task.eval_rows))
+        shortest = min(lengths["train"])
+        shape = step_shape(config, module, lengths["train"] + lengths["eval"], len(task.eval_rows))
         engine = RolloutEngine(
             module, tokenizer, sized_for(config.rollout, module, shape.num_sequences, shape.prompt + shape.new)
         )

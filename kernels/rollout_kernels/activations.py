@@ -24,18 +24,26 @@ def in_whole_vectors(op: Callable[[Tensor, Tensor], object], x: Tensor, out: Ten
     """op(x, out) for contiguous x and out of one shape, in pieces whose shares are whole vectors; out may be x."""
     flat, result = x.view(-1), out.view(-1)
     size = flat.numel()
+    head = _whole_shares(size) if x.device.type == "cpu" else size
+    if head:
+        op(flat[:head], result[:head])
+    if head < size:
+        rest = flat.new_zeros(round_up(size - head, _VECTORS))
+        rest[: size - head] = flat[head:]
+        op(rest, rest)
+        result[head:] = rest[: size - head]
+
+
+def _whole_shares(size: int) -> int:
+    """How many leading elements torch would cut into shares of whole vectors, by its rule of one share per grain."""
     shares = min(torch.get_num_threads(), -(-size // _GRAIN))
-    if x.device.type != "cpu" or size % (_VECTORS * max(shares, 1)) == 0:
-        op(flat, result)
-        return
-    whole = size // _VECTORS * _VECTORS
-    for piece, target in zip(flat[:whole].split(_GRAIN), result[:whole].split(_GRAIN), strict=True):  # type: ignore[no-untyped-call]
-        op(piece, target)
-    if whole < size:
-        padded = flat.new_zeros(round_up(size - whole, _VECTORS))
-        padded[: size - whole] = flat[whole:]
-        op(padded, padded)
-        result[whole:] = padded[: size - whole]
+    while shares:
+        head = size // (_VECTORS * shares) * _VECTORS * shares
+        of_head = min(torch.get_num_threads(), -(-head // _GRAIN))
+        if of_head == shares:
+            return head
+        shares = of_head
+    return 0
 
 
 def exp2_(x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from rollout_kernels.attention import AttentionTiles
 from rollout_kernels.tiles import ROW_MULTIPLE, SEGMENT_SIZE, round_up
 
 MAX_TILE_ROWS = 64
-MAX_SCORES = 1 << 20  # per batch of tiles: 4 MB of fp32 scores stay in a cache, at any length
+MAX_SCORES = 1 << 20  # per batch of tiles: 4 MB of fp32 scores stay in a cache; one tile alone may have more
 
 LAUNCH_SCORES = 1 << 17  # what a batch of tiles costs beside its scores, counted in scores
 
@@ -139,7 +139,7 @@ def _batch(members: Sequence[QuerySpan], kind: _Kind, layout: KVLayout, device: 
         places=on_device(places),
         rows=on_device(query_rows[:, :num_real].reshape(-1)[places]),
         reach=int((np.minimum(longest, end) - first).max()),
-        seen_by_all=int((np.minimum(shortest, end) - first).min()),
+        seen_by_all=max(0, int((np.minimum(shortest, end) - first).min())),
         begins=not kind.later,
         chained=kind.chained,
     )

@@ -329,11 +329,18 @@ def test_checkpointing_keeps_less_and_accumulated_gradients_are_those_of_all_par
     )
 
 
-def test_the_widest_pack_takes_what_fits_and_at_least_one_rollout() -> None:
-    """20 tokens of prompt, and 9 rows for each 10-token completion: its last token predicts nothing."""
-    for max_tokens, rollouts in ((1, 1), (49, 2), (50, 3), (1000, 8)):
-        pack = widest_pack(GROUP, 20, 10, 8, max_tokens, exact=False)
-        assert (len(pack.targets), len(pack.ids)) == (10 * rollouts, 20 + 9 * rollouts)
+def test_the_widest_pack_is_full_and_holds_a_whole_completion() -> None:
+    """20 tokens of prompt and completions of 10, the last one cut; a completion's last token needs no row."""
+    for max_tokens, groups, rows, targets in (
+        (1, 1, 29, 10),
+        (50, 1, 47, 30),
+        (45, 1, 42, 25),
+        (1000, 1, 92, 80),
+        (1000, 2, 184, 160),
+        (125, 9, 20 + 72 + 20 + 4, 85),
+    ):
+        pack = widest_pack(GROUP, 20, 10, 8, groups, max_tokens, exact=False)
+        assert (len(pack.ids), len(pack.targets)) == (rows, targets)
 
 
 # -- rollout estimate ---------------------------------------------------------------------------------------------
@@ -352,15 +359,15 @@ def test_the_largest_iteration_of_an_engine_is_known(
     with tiny_models.small_engine(model, **sizes) as engine:
         real = allocated_peak(lambda: engine.generate_rollouts(prompts, 8, sampling))
         config = dataclasses.replace(engine.config, num_blocks=None)
-        peak = rollout_peak(model.config, dtype, config, engine.pool.num_blocks, prompt, new, 8, exact=True)
+        peak = rollout_peak(model.config, dtype, config, engine.pool.num_blocks, prompt, new, 8, sampling, exact=True)
     assert peak == pytest.approx(real, rel=0.02)
 
 
 def test_a_larger_pool_is_no_activation() -> None:
     """KV has a row of its own; 500 blocks are enough for all that an iteration may take."""
-    config = tiny_models.random_config("qwen3")
+    config, engine = tiny_models.random_config("qwen3"), RolloutConfig(max_num_seqs=4)
     small, large = (
-        rollout_peak(config, torch.float32, RolloutConfig(max_num_seqs=4), blocks, 40, 24, 4, exact=True)
+        rollout_peak(config, torch.float32, engine, blocks, 40, 24, 4, SamplingParams(), exact=True)
         for blocks in (500, 5000)
     )
     assert small == large
@@ -407,7 +414,7 @@ def test_the_plan_of_eight_billion_parameters_by_hand(eight_b: Path, capsys: pyt
     assert rows["weights"] == (weights, weights)
     assert rows["KV pool"] == (show_bytes(12_743 * 2_359_296),) * 2
     assert rows["fp32 masters"] == rows["optimizer moments"] == rows["fp32 gradients"] == ("0.0 MiB", "0.0 MiB")
-    assert "199 of full length without sharing" in out
+    assert "199 rollouts of full length without sharing" in out
     # 16 blocks are shared and 48 each rollout's own: 16 groups of 784 hold 256, and the 198 left hold 3 of another
     assert "259 with 16 to a prompt" in out
 

@@ -71,7 +71,7 @@ def test_default_options_and_top_level_keys() -> None:
     config = _parse()
     plain = [f.name for f in dataclasses.fields(TrainerConfig) if not dataclasses.is_dataclass(f.type)]
     assert set(shipped) - {"defaults", "hydra"} == set(plain)
-    assert (config.seed, config.steps, config.resume) == (0, 180, None)
+    assert (config.seed, config.steps, config.resume) == (0, 240, None)
     assert (config.model.kind, config.task.kind, config.tracking.kind) == ("tiny", "arithmetic", "wandb")
     assert re.fullmatch(r"tiny-arithmetic-\d{8}-\d{6}-\d{6}", config.name)
     assert config.run_dir == f"outputs/{config.name}"

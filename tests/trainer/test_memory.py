@@ -135,7 +135,8 @@ def test_an_update_takes_what_the_ledger_says(
 ) -> None:
     """Against the allocator's records of a real update, of prompts and rollouts that are all as long as can be.
 
-    What a CPU's bf16 products copy inside is not foreseen: up to 4 % at these sizes.
+    What a CPU's bf16 products copy inside is not foreseen: up to 4 % at these sizes. The ledger counts with full packs,
+    which rollouts of one length do not always make.
     """
     shape = ["sampling.max_new_tokens=60", "sampling.ignore_eos=true"]
     shape += [f"algorithm.micro_batch_tokens={micro_batch_tokens}"]
@@ -145,7 +146,7 @@ def test_an_update_takes_what_the_ledger_says(
     peak = allocated_peak(lambda: _update(run, groups, advantages, 0))
     run.close()
     rows = rows_of(run)
-    assert rows["fp32 gradients"][1] + rows["activations and logits"][1] == pytest.approx(peak, rel=0.05)
+    assert 0.95 * peak <= rows["fp32 gradients"][1] + rows["activations and logits"][1] <= 1.2 * peak
 
 
 # -- a machine that is too small ----------------------------------------------------------------------------------
@@ -221,21 +222,21 @@ def test_a_machine_without_room_for_a_block_names_the_fraction(
 @pytest.mark.parametrize(
     ("overrides", "longest", "eval_rows", "expected"),
     [
-        ([], 6, 0, StepShape(6, 8, 16)),
-        ([], 6, 40, StepShape(6, 8, 40)),
-        (["eval.max_new_tokens=30"], 6, 4, StepShape(6, 30, 16)),
-        (["eval.max_new_tokens=3"], 6, 4, StepShape(6, 8, 16)),
-        (["rollout.max_model_len=12"], 6, 0, StepShape(6, 6, 16)),
-        ([], 510, 0, StepShape(510, 2, 16)),
-        ([], 9000, 0, StepShape(511, 1, 16)),
+        ([], 6, 0, StepShape(6, 5, 8, 16)),
+        ([], 6, 40, StepShape(6, 5, 8, 40)),
+        (["eval.max_new_tokens=30"], 6, 4, StepShape(6, 5, 30, 16)),
+        (["eval.max_new_tokens=3"], 6, 4, StepShape(6, 5, 8, 16)),
+        (["rollout.max_model_len=12"], 6, 0, StepShape(6, 5, 7, 16)),
+        ([], 510, 0, StepShape(510, 5, 8, 16)),
+        ([], 9000, 0, StepShape(511, 5, 8, 16)),
     ],
 )
 def test_the_largest_step_by_hand(
     tmp_path: Path, overrides: list[str], longest: int, eval_rows: int, expected: StepShape
 ) -> None:
-    """4 prompts of 4 rollouts of 8 tokens, in a model of 512 positions."""
+    """4 prompts of 4 rollouts of 8 tokens, the shortest prompt 5 tokens, in a model of 512 positions."""
     config = configure(tmp_path, *overrides)
-    assert step_shape(config, tiny_models.shared_model("qwen3"), longest, eval_rows) == expected
+    assert step_shape(config, tiny_models.shared_model("qwen3"), [longest, 5], eval_rows) == expected
 
 
 @pytest.mark.parametrize(
@@ -284,9 +285,9 @@ def test_optimizer_bytes_by_hand(dtype: torch.dtype, masters: int) -> None:
     layer = linear(dtype)
     frozen = nn.Parameter(torch.zeros(1000, dtype=dtype), requires_grad=False)
     optimizer = MasterAdamW([*layer.named_parameters(), ("frozen", frozen)], OptimConfig())
-    assert (optimizer.master_bytes, optimizer.moment_bytes, optimizer.held_bytes) == (masters, 224, masters + 224)
+    assert (optimizer.master_bytes, optimizer.moment_bytes) == (masters, 224)
     held = [t for name, t in optimizer.state_tensors().items() if not name.startswith("step")]
-    assert sum(t.untyped_storage().nbytes() for t in held) == optimizer.held_bytes
+    assert sum(t.untyped_storage().nbytes() for t in held) == masters + 224
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
