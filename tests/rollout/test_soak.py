@@ -195,4 +195,6 @@ def test_blocks_come_back_after_each_of_300_calls_and_memory_does_not_grow() -> 
 
 
 if __name__ == "__main__":
+    # a shell that starts a job in the background leaves it ignoring interrupts
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     Soak().run()
