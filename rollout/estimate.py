@@ -153,9 +153,16 @@ def _backward_peak(view: PreTrainedModel, backward: Callable[[], None], accumula
     return TrainingPeak(live.peak - live.kept_at_peak, live.kept_at_peak)
 
 
-def score_and_backward(view: PreTrainedModel, pack: Pack) -> None:
-    """What a policy-gradient loss does with a pack, as far as memory goes."""
-    score_tokens(view, pack, SamplingParams()).logprobs.sum().backward()  # type: ignore[no-untyped-call]
+def score_and_backward(
+    view: PreTrainedModel, pack: Pack, sampling: SamplingParams | None = None, *, reference: bool = False
+) -> None:
+    """What a policy-gradient loss does with a pack, as far as memory goes; reference: with frozen weights beside it."""
+    sampling = sampling or SamplingParams()
+    scores = score_tokens(view, pack, sampling)
+    if reference:
+        with torch.no_grad():
+            score_tokens(view, pack, sampling)
+    scores.logprobs.sum().backward()  # type: ignore[no-untyped-call]
 
 
 def widest_pack(

@@ -54,15 +54,12 @@ def blocks_for(num_sequences: int, length: int, block_size: int) -> int:
 
 
 def sized_for(config: RolloutConfig, model: PreTrainedModel, num_sequences: int, length: int) -> RolloutConfig:
-    """The configuration with a pool for num_sequences of `length` tokens, or what memory_fraction allows, if less."""
-    if config.num_blocks is not None:
-        return config
+    """The configuration with its num_blocks, or a pool for num_sequences of `length` tokens (see pool_size)."""
     parameter = next(model.parameters())
     group = LayerGroup.of(model.config, parameter.dtype)
-    longest = longest_sequence(config, model.config)
-    allowed = pool_size(config, group, longest, device_bytes(parameter.device))
-    needed = blocks_for(min(config.max_num_seqs, num_sequences), min(length, longest), config.block_size)
-    return replace(config, num_blocks=min(allowed, needed))
+    step = replace(config, max_num_seqs=min(config.max_num_seqs, num_sequences))
+    longest = min(length, longest_sequence(config, model.config))
+    return replace(config, num_blocks=pool_size(step, group, longest, device_bytes(parameter.device)))
 
 
 def _status(field: str) -> int | None:

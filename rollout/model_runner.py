@@ -43,15 +43,17 @@ class ModelRunner:
             self.cache.copy_blocks(batch.copies)
         completing = [c.sequence for c in batch.chunks if c.completes]
         drawing = [sequence for sequence in completing if not sequence.is_prompt] + batch.forks
-        computed = self.forward(batch.chunks) if batch.chunks else None
-        rows: dict[Sequence, Tensor] = {} if computed is None else dict(zip(completing, computed, strict=False))
-        prefilled = [(sequence, rows[sequence].clone()) for sequence in completing if sequence.is_prompt]
-        if not drawing:
-            return [], None, prefilled
-        if computed is None or drawing != completing:
+        logits = self.forward(batch.chunks) if batch.chunks else None
+        prefilled: list[tuple[Sequence, Tensor]] = []
+        if drawing != completing:
+            rows: dict[Sequence, Tensor] = {} if logits is None else dict(zip(completing, logits, strict=False))
+            prefilled = [(sequence, rows[sequence].clone()) for sequence in completing if sequence.is_prompt]
             rows |= {fork: self._first_logits(fork) for fork in batch.forks}
-            computed = pad_rows(torch.stack([rows[sequence] for sequence in drawing]), self.row_multiple)
-        sampled = sample(computed, drawing)
+            drawn = [rows[sequence] for sequence in drawing]
+            logits = pad_rows(torch.stack(drawn), self.row_multiple) if drawn else None
+        if not drawing or logits is None:
+            return [], None, prefilled
+        sampled = sample(logits, drawing)
         if not bool(sampled.raw_logprobs.isfinite().all()):
             self.cache.clear()
             raise RolloutError("the model's logits are not finite: its weights are broken, or its dtype is too narrow")

@@ -119,7 +119,8 @@ def rollouts_that_fit(num_blocks: int, block_size: int, prompt: int, context: in
 def make_plan(options: PlanOptions) -> Plan:
     """Work out a plan. Raises RolloutError if an option cannot be used, or if not one KV block fits."""
     model_config = read_config(options.model)
-    total = parse_bytes(options.gpu) if options.gpu else device_bytes(resolve_device("auto"))
+    device = torch.device("cuda") if options.gpu else resolve_device("auto")
+    total = parse_bytes(options.gpu) if options.gpu else device_bytes(device)
     config = RolloutConfig(
         block_size=options.block_size,
         memory_fraction=options.fraction,
@@ -132,7 +133,6 @@ def make_plan(options: PlanOptions) -> Plan:
     prompt = options.prompt or max(1, context // 4)
     if prompt >= context:
         raise RolloutError(f"prompt={prompt} leaves no room for a completion within context={context}")
-    device = torch.device("cuda") if options.gpu else resolve_device("auto")
     wanted = default_dtype(model_config.dtype, device)
     dtype = wanted if config.dtype == "auto" else getattr(torch, config.dtype)
     layer = LayerGroup.of(model_config, dtype)

@@ -6,7 +6,7 @@ masks; `random_model` scales the weights so that the next token's entropy lies w
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
@@ -259,3 +260,16 @@ def chi_square_p(counts: Sequence[float], expected: Sequence[float]) -> float:
 def shared_model(arch: str) -> PreTrainedModel:
     """`random_model(arch)`, made once; for tests that leave it as it is."""
     return random_model(arch)
+
+
+def allocated_peak(work: Callable[[], object]) -> int:
+    """Highest sum of what torch's CPU allocator handed out and took back during `work`, by its own records."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as records:
+        work()
+    assert records.profiler is not None
+    events = [e for e in records.profiler.kineto_results.events() if e.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak

@@ -1,23 +1,19 @@
 """The run's memory: how large the KV pool has to be, what everything comes to, and whether that was right."""
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel
 
 from rollout import RolloutEngine
-from rollout.estimate import rollout_peak, training_peak, widest_pack
+from rollout.estimate import rollout_peak, score_and_backward, training_peak, widest_pack
 from rollout.ledger import Ledger, TrainingBytes, build_ledger, show_bytes
 from rollout.loading import longest_sequence
 from rollout.memory import device_bytes, peak_bytes, reset_peak, trim, used_bytes
-from rollout.packing import Pack
-from rollout.scoring import score_tokens
 from trainer.config import ConfigError, TrainerConfig, sampling_params
 from trainer.optimizer import MasterAdamW
-
-logger = logging.getLogger(__name__)
 
 _HEAP_HOLES = 0.3
 """What the C library's heap keeps beside a step's tensors, as a share of them: 15 to 40 % were seen after steps."""
@@ -91,7 +87,7 @@ def plan_memory(
 def _training_bytes(
     config: TrainerConfig, engine: RolloutEngine, optimizer: MasterAdamW, shape: StepShape, reference: int
 ) -> TrainingBytes:
-    algorithm, sampling = config.algorithm, sampling_params(config)
+    algorithm = config.algorithm
 
     def step_tokens(prompt: int) -> int:
         return algorithm.prompts_per_step * (prompt + algorithm.group_size * shape.new)
@@ -108,18 +104,11 @@ def _training_bytes(
         exact=engine.exact,
     )
 
-    def backward(view: PreTrainedModel, pack: Pack) -> None:
-        scores = score_tokens(view, pack, sampling)
-        if reference:
-            with torch.no_grad():
-                score_tokens(view, pack, sampling)
-        scores.logprobs.sum().backward()  # type: ignore[no-untyped-call]
-
     peak = training_peak(
         engine.module.config,
         engine.dtype,
         pack,
-        backward,
+        partial(score_and_backward, sampling=sampling_params(config), reference=reference > 0),
         exact=engine.exact,
         gradient_checkpointing=config.model.gradient_checkpointing,
         accumulated=step_tokens(shape.prompt) > algorithm.micro_batch_tokens,

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rollout_kernels.tiles import round_up
@@ -57,7 +56,7 @@ class _SiLU(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        in_whole_vectors(lambda piece, target: target.copy_(F.silu(piece)), x.contiguous(), out)
+        in_whole_vectors(lambda piece, target: torch.ops.aten.silu.out(piece, out=target), x.contiguous(), out)
         return out
 
     @staticmethod

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 import tiny_models
@@ -35,19 +34,6 @@ DTYPES = (torch.float32, torch.bfloat16)
 EIGHT_B_PARAMETERS = 8_190_735_360
 """2 x 151,936 x 4,096 of embeddings and head; 36 layers of 192,946,432; 4,096 of the last norm. A layer has 2 x 4,096^2
 of q and o, 2 x 4,096 x 1,024 of k and v, 3 x 4,096 x 12,288 of the MLP, and norms of 2 x 4,096 and 2 x 128."""
-
-
-def allocated_peak(work: Callable[[], object]) -> int:
-    """Highest sum of what torch's CPU allocator handed out and took back during `work`, by its own records."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as records:
-        work()
-    assert records.profiler is not None
-    events = [e for e in records.profiler.kineto_results.events() if e.name() == "[memory]"]
-    live = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return peak
 
 
 # -- amounts ------------------------------------------------------------------------------------------------------
@@ -217,7 +203,7 @@ def test_live_bytes_are_those_of_the_allocator() -> None:
 
     with LiveBytes() as live:
         work()
-    assert live.peak == allocated_peak(work)
+    assert live.peak == tiny_models.allocated_peak(work)
 
 
 # -- training estimate --------------------------------------------------------------------------------------------
@@ -249,7 +235,7 @@ def measured(
     *,
     gradient_checkpointing: bool = False,
     accumulated: bool = False,
-    peak: Callable[[Callable[[], object]], int] = allocated_peak,
+    peak: Callable[[Callable[[], object]], int] = tiny_models.allocated_peak,
 ) -> int:
     """Bytes that the same step takes on the CPU, with real weights and tokens, gradients summed up in fp32."""
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -357,7 +343,7 @@ def test_the_largest_iteration_of_an_engine_is_known(
     prompts = tiny_models.random_prompts([prompt] * 4)
     sizes = {"max_num_seqs": 32, "max_num_batched_tokens": batched, "prefix_cache": False}
     with tiny_models.small_engine(model, **sizes) as engine:
-        real = allocated_peak(lambda: engine.generate_rollouts(prompts, 8, sampling))
+        real = tiny_models.allocated_peak(lambda: engine.generate_rollouts(prompts, 8, sampling))
         config = dataclasses.replace(engine.config, num_blocks=None)
         peak = rollout_peak(model.config, dtype, config, engine.pool.num_blocks, prompt, new, 8, sampling, exact=True)
     assert peak == pytest.approx(real, rel=0.02)

@@ -16,7 +16,6 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import tiny_models
@@ -61,19 +60,6 @@ def composed(overrides: list[str]) -> DictConfig:
 
 def configure(folder: Path, *overrides: str, **options: Any) -> TrainerConfig:
     return parse_config(composed([*write_inputs(folder, **options), *overrides]))
-
-
-def allocated_peak(work: Callable[[], object]) -> int:
-    """Highest sum of what torch's CPU allocator handed out and took back during `work`, by its own records."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as records:
-        work()
-    assert records.profiler is not None
-    events = [e for e in records.profiler.kineto_results.events() if e.name() == "[memory]"]
-    live = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return peak
 
 
 def rows_of(run: Run) -> dict[str, tuple[int, int]]:
@@ -143,7 +129,7 @@ def test_an_update_takes_what_the_ledger_says(
     run = prepare(configure(tmp_path, *shape, *overrides, dtype=dtype, prompt=40, **sizes))
     groups = run.engine.generate_rollouts([row.prompt for row in run.stream.take(0, 4)], 4, run.sampling)
     advantages = torch.tensor([[1.0, -1.0, 0.5, -0.5]] * 4)
-    peak = allocated_peak(lambda: _update(run, groups, advantages, 0))
+    peak = tiny_models.allocated_peak(lambda: _update(run, groups, advantages, 0))
     run.close()
     rows = rows_of(run)
     assert 0.95 * peak <= rows["fp32 gradients"][1] + rows["activations and logits"][1] <= 1.2 * peak
