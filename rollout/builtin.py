@@ -1,22 +1,18 @@
 """The built-in tiny model: a Qwen3 shape of 2.4 million parameters and a byte tokenizer, made locally."""
 
-import os
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from rollout_kernels.native import cache_directory
+
 _SPECIAL_TOKENS = ["<pad>", "<eos>", "<|im_start|>", "<|im_end|>"]
 _CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-
-
-def cache_directory() -> Path:
-    """Where models that were made or warm-started here are kept: $COWROLL_CACHE, else ~/.cache/cowroll."""
-    return Path(os.environ.get("COWROLL_CACHE") or Path.home() / ".cache" / "cowroll")
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:

@@ -23,8 +23,9 @@ from rollout.scoring import score_tokens
 from rollout.sequence import Request
 from rollout.sequence import Sequence as Seq
 from rollout.views import make_view, training_view
+from rollout_kernels.native import meta_stands_for
 
-META = torch.device("meta")
+META, CPU = torch.device("meta"), torch.device("cpu")
 _DEPTHS = (2, 4)
 
 
@@ -100,8 +101,9 @@ def training_peak(
     exact: bool,
     gradient_checkpointing: bool,
     accumulated: bool,
+    device: torch.device = CPU,
 ) -> TrainingPeak:
-    """Peak of `backward(view, pack)`: one micro-batch's forward and backward through a training view.
+    """Peak of `backward(view, pack)` on the device: one micro-batch's forward and backward through a training view.
 
     accumulated: whether an earlier micro-batch has left its gradients, so that all of them are there throughout.
     Layers are alike, so a deep model is tried at two depths and the rest is drawn on from there.
@@ -111,9 +113,10 @@ def training_peak(
     def at(num_layers: int) -> TrainingPeak:
         model = skeleton(_shallow(config, num_layers), dtype)
         view = training_view(model, exact=exact, gradient_checkpointing=gradient_checkpointing)
-        # masks are made by the first forward and kept
-        fresh = replace(pack, tiles=[replace(tiles, _bias={}) for tiles in pack.tiles])
-        return _backward_peak(view, lambda: backward(view, fresh), accumulated)
+        # tiles and masks are made by the first forward and kept
+        fresh = replace(pack, plan=replace(pack.plan))
+        with meta_stands_for(device):
+            return _backward_peak(view, lambda: backward(view, fresh), accumulated)
 
     if depth <= _DEPTHS[1]:
         return at(depth)
@@ -192,8 +195,9 @@ def rollout_peak(
     sampling: SamplingParams,
     *,
     exact: bool,
+    device: torch.device = CPU,
 ) -> int:
-    """Bytes that the largest prefill or decode iteration takes beside weights and KV: activations, logits, sampling.
+    """Bytes that the largest prefill or decode iteration takes on the device beside weights and KV.
 
     Decoding is taken at full length, with as many sequences as num_blocks holds and config.max_num_seqs allows, n of
     them to a prompt of `prompt` tokens. Without gradients layers leave nothing behind, so two of them tell.
@@ -205,10 +209,11 @@ def rollout_peak(
     pool = BlockPool(num_blocks, config.block_size)
     families = _full_families(pool, config.max_num_seqs, prompt, new, n, sampling)
     decoding = [Chunk(s, s.num_tokens - 1, 1) for s in families]
-    peaks = [_forward_peak(runner, decoding)]
-    pool.reset()
-    prefills = _prefills(pool, prompt, config, sampling)
-    peaks.append(_forward_peak(runner, prefills))
+    with meta_stands_for(device):
+        peaks = [_forward_peak(runner, decoding)]
+        pool.reset()
+        prefills = _prefills(pool, prompt, config, sampling)
+        peaks.append(_forward_peak(runner, prefills))
     # a prefilled prompt's row of logits stays until its completions have forked
     return max(peaks) + len(prefills) * int(model_config.vocab_size) * dtype.itemsize
 

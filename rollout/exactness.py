@@ -22,7 +22,7 @@ from rollout.packed import PackedWeights
 from rollout.packing import build_pack
 from rollout.scheduled import Chunk
 from rollout.sequence import Request, Sequence
-from rollout.views import AttentionContext, make_view, raw_logits
+from rollout.views import AttentionContext, bare_view, make_view, raw_logits
 from rollout_kernels.activations import SiLU
 from rollout_kernels.tiles import SEGMENT_SIZE
 
@@ -133,10 +133,10 @@ def probe(
     decoded = _decode(runner, BlockPool(num_blocks, block_size), groups)
 
     pack = build_pack(groups, group, device, exact=exact)
-    trained = raw_logits(view, AttentionContext(pack.tiles), pack.ids, pack.positions, pack.logit_rows)[: len(decoded)]
+    trained = raw_logits(view, AttentionContext(pack.plan), pack.ids, pack.positions, pack.logit_rows)[: len(decoded)]
     differing = int((decoded != trained).any(-1).sum())
 
-    eager = make_view(module, exact=False)
+    eager = bare_view(module)
     eager.set_attn_implementation("eager")
     expected = []
     for prompt, completions in groups:

@@ -15,8 +15,7 @@ from rollout.sampler import SampledTokens, sample
 from rollout.scheduled import Chunk, ScheduledBatch
 from rollout.sequence import Request, Sequence
 from rollout.views import AttentionContext, raw_logits
-from rollout_kernels.attention import AttentionTiles
-from rollout_kernels.plan import QuerySpan, plan_tiles
+from rollout_kernels.plan import AttentionPlan, QuerySpan
 from rollout_kernels.tiles import ROW_MULTIPLE, SEGMENT_SIZE, pad_rows, round_up
 
 
@@ -82,7 +81,7 @@ class ModelRunner:
         # somebody must be asked for logits even if no prompt is through yet
         logit_rows = completed + [0] * (round_up(max(len(completed), 1), self.row_multiple) - len(completed))
         context = AttentionContext(
-            tiles=self._plan(chunks, starts),
+            plan=self._plan(chunks, starts),
             cache=self.cache,
             write_rows=self._on_device(self.cache.rows(blocks, positions).reshape(-1)),
             layers_seen=[],
@@ -120,8 +119,8 @@ class ModelRunner:
             ]
         return device_ids
 
-    def _plan(self, chunks: Seq[Chunk], starts: NDArray[np.int64]) -> list[AttentionTiles]:
-        """Attention tiles: siblings that decode share one product over their common prompt's whole segments."""
+    def _plan(self, chunks: Seq[Chunk], starts: NDArray[np.int64]) -> AttentionPlan:
+        """What attends what: siblings that decode share one product over their common prompt's whole segments."""
         siblings: dict[Request, list[tuple[int, Chunk]]] = defaultdict(list)
         spans: list[QuerySpan] = []
         for row, chunk in zip(starts, chunks, strict=False):
@@ -139,7 +138,7 @@ class ModelRunner:
                 lengths = np.array([chunk.start + 1 for _, chunk in members], np.int64)
                 prefix = members[0][1].sequence.table.blocks[: shared * SEGMENT_SIZE // self.cache.block_size]
                 spans.append(QuerySpan(rows, lengths, self.cache.units(prefix), 0, shared))
-        return plan_tiles(spans, self.cache.layout, self.device)
+        return AttentionPlan(spans, self.cache.layout, self.device)
 
     def _shared_segments(self, chunk: Chunk) -> int:
         """Leading segments that a decoding completion may attend together with its siblings; 0 for a prefill."""

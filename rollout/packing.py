@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from rollout.kv_cache import LayerGroup
-from rollout_kernels.attention import AttentionTiles
-from rollout_kernels.plan import KVLayout, QuerySpan, plan_tiles
+from rollout_kernels.plan import AttentionPlan, KVLayout, QuerySpan
 from rollout_kernels.tiles import ROW_MULTIPLE, round_up
 
 
@@ -29,7 +28,7 @@ class Pack:
 
     ids: Tensor
     positions: Tensor
-    tiles: list[AttentionTiles]
+    plan: AttentionPlan
     targets: Tensor
     logit_rows: Tensor
 
@@ -73,7 +72,7 @@ def build_pack(
     return Pack(
         ids=padded(ids, total),
         positions=padded(positions, total),
-        tiles=plan_tiles(spans, layout, device),
+        plan=AttentionPlan(spans, layout, device),
         targets=padded(targets, len(targets)),
         logit_rows=padded(logit_rows, round_up(len(logit_rows), multiple)),
     )

@@ -142,9 +142,18 @@ def make_plan(options: PlanOptions) -> Plan:
         weights=num_parameters * dtype.itemsize,
         pool=(num_blocks + 1) * config.block_size * layer.bytes_per_token(),
         rollout_activations=rollout_peak(
-            model_config, dtype, config, num_blocks, prompt, context - prompt, options.n, SamplingParams(), exact=True
+            model_config,
+            dtype,
+            config,
+            num_blocks,
+            prompt,
+            context - prompt,
+            options.n,
+            SamplingParams(),
+            exact=True,
+            device=device,
         ),
-        training=_training_bytes(options, model_config, dtype, layer, num_parameters, prompt, context - prompt),
+        training=_training_bytes(options, model_config, dtype, device, layer, num_parameters, prompt, context - prompt),
         capacity=total,
     )
     return Plan(
@@ -160,6 +169,7 @@ def _training_bytes(
     options: PlanOptions,
     model_config: PretrainedConfig,
     dtype: torch.dtype,
+    device: torch.device,
     layer: LayerGroup,
     num_parameters: int,
     prompt: int,
@@ -176,6 +186,7 @@ def _training_bytes(
         exact=True,
         gradient_checkpointing=options.gradient_checkpointing,
         accumulated=True,
+        device=device,
     )
     return TrainingBytes(
         masters=4 * num_parameters if dtype != torch.float32 else 0,

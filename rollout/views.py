@@ -17,9 +17,11 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.activations import ACT2FN
 
 from rollout.errors import RolloutError
+from rollout.fusions import fuse
 from rollout.kv_cache import KVCache
 from rollout_kernels.activations import SiLU
-from rollout_kernels.attention import AttentionTiles, attend, training_attention
+from rollout_kernels.attention import attend, training_attention
+from rollout_kernels.plan import AttentionPlan
 from rollout_kernels.tiles import ROW_MULTIPLE, round_up
 
 ATTENTION_NAME = "cowroll"
@@ -38,7 +40,7 @@ _KNOWN_KEYWORDS = {
 class AttentionContext:
     """What attention needs to know of one forward; passed to the model as a keyword and by it to every layer."""
 
-    tiles: list[AttentionTiles]
+    plan: AttentionPlan
     cache: KVCache | None = None
     """None in training: rows attend rows of the same pack."""
     write_rows: Tensor | None = None
@@ -72,7 +74,7 @@ def _attention(
     q = query[0].transpose(0, 1).contiguous()
     if attention_context.cache is None:
         out = training_attention(
-            q, key[0].contiguous(), value[0].contiguous(), attention_context.tiles, scaling, sliding_window
+            q, key[0].contiguous(), value[0].contiguous(), attention_context.plan, scaling, sliding_window
         )
     else:
         out = _cached_attention(module, q, key, value, attention_context, scaling, sliding_window)
@@ -97,7 +99,7 @@ def _cached_attention(
     new_keys, new_values = (x[0].transpose(0, 1).reshape(-1, x.shape[-1]) for x in (key, value))
     cache.write(layer, rows, new_keys, new_values)
     keys, values = cache.flat(layer)
-    return attend(q, keys, values, context.tiles, scaling, window)[0]
+    return attend(q, keys, values, context.plan, scaling, window)[0]
 
 
 AttentionInterface.register(ATTENTION_NAME, _attention)
@@ -121,18 +123,24 @@ def _shared_tensors(module: nn.Module) -> dict[str, Tensor]:
     return dict(module.named_parameters(remove_duplicate=False)) | persistent
 
 
-def make_view(module: PreTrainedModel, *, exact: bool) -> PreTrainedModel:
-    """A module tree over `module`'s own parameters and buffers, in eval mode, attending through this engine."""
+def bare_view(module: PreTrainedModel) -> PreTrainedModel:
+    """A module tree over `module`'s own parameters and buffers, in eval mode."""
     memo: dict[int, Any] = {id(tensor): tensor for tensor in _shared_tensors(module).values()}
     for nested in module.modules():
         # the caller's hooks are for the caller's forwards, and may not be copyable
         memo |= {id(v): type(v)() for name, v in vars(nested).items() if "hooks" in name and isinstance(v, dict)}
-    view = copy.deepcopy(module, memo)
+    return copy.deepcopy(module, memo).eval()
+
+
+def make_view(module: PreTrainedModel, *, exact: bool) -> PreTrainedModel:
+    """A view that attends through this engine."""
+    view = bare_view(module)
     view.set_attn_implementation(ATTENTION_NAME)
     if exact:
         for substitute in SUBSTITUTIONS:
             substitute(view)
-    return view.eval()
+    fuse(view)
+    return view
 
 
 def training_view(module: PreTrainedModel, *, exact: bool, gradient_checkpointing: bool) -> PreTrainedModel:

@@ -83,7 +83,7 @@ def _below(folder: Path, suffix: str, inside: str) -> set[str]:
     return {f"{inside}/{path.relative_to(folder)}" for path in folder.rglob(f"*{suffix}")}
 
 
-def test_wheel_holds_every_module_and_every_configuration_file(wheel: Path) -> None:
+def test_wheel_holds_every_module_every_kernel_and_every_configuration_file(wheel: Path) -> None:
     expected = _below(ROOT / "conf", ".yaml", "trainer/conf")
     for name, folder in (
         ("rollout", "rollout"),
@@ -91,7 +91,9 @@ def test_wheel_holds_every_module_and_every_configuration_file(wheel: Path) -> N
         ("rollout_kernels", "kernels/rollout_kernels"),
     ):
         expected |= _below(ROOT / folder, ".py", name) | {f"{name}/py.typed"}
-    assert {"trainer/conf/config.yaml", "rollout/engine.py", "rollout_kernels/philox.py"} < expected
+    for suffix in (".cpp", ".h"):
+        expected |= _below(ROOT / "kernels/rollout_kernels", suffix, "rollout_kernels")
+    assert {"trainer/conf/config.yaml", "rollout/engine.py", "rollout_kernels/cpu/attention.cpp"} < expected
     held = set(zipfile.ZipFile(wheel).namelist())
     assert {name for name in held if ".dist-info/" not in name} == expected
     metadata = f"cowroll-{PROJECT['version']}.dist-info"

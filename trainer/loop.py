@@ -7,6 +7,7 @@ from torch import Tensor
 
 from rollout import ExactnessError, RolloutGroup, use_engine
 from rollout.scoring import TokenScores, score_tokens
+from rollout_kernels.native import identity
 from trainer.advantages import group_advantages
 from trainer.batch import TrainingBatch, micro_batches
 from trainer.checkpoint import TrainerState, save_checkpoint
@@ -54,7 +55,7 @@ def train(run: Run) -> None:
             timer.step = {}  # what a checkpoint takes counts for the next line
             if _due(config.checkpoint.every, step + 1, config.steps):
                 with timer.phase("checkpoint"):
-                    state = TrainerState(step + 1, trajectory_keys(config), torch.get_num_threads())
+                    state = TrainerState(step + 1, trajectory_keys(config), torch.get_num_threads(), identity())
                     save_checkpoint(
                         run.run_dir, state, engine.module, run.tokenizer, run.optimizer, config.checkpoint.keep
                     )

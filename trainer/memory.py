@@ -69,6 +69,7 @@ def plan_memory(
             config.algorithm.group_size,
             sampling_params(config),
             exact=engine.exact,
+            device=engine.device,
         ),
         training=_training_bytes(config, engine, optimizer, shape, copies),
         capacity=device_bytes(engine.device),
@@ -112,6 +113,7 @@ def _training_bytes(
         exact=engine.exact,
         gradient_checkpointing=config.model.gradient_checkpointing,
         accumulated=step_tokens(shape.prompt) > algorithm.micro_batch_tokens,
+        device=engine.device,
     )
     return TrainingBytes(optimizer.master_bytes, optimizer.moment_bytes, peak.gradients, peak.activations, reference)
 

@@ -18,6 +18,7 @@ from rollout.loading import check_directory, load_model, load_tokenizer, resolve
 from rollout.memory import sized_for
 from rollout.prompts import encode_prompt
 from rollout.views import training_view
+from rollout_kernels.native import identity
 from trainer import checkpoint
 from trainer.config import ConfigError, TrainerConfig, sampling_params, trajectory_keys
 from trainer.memory import MemoryWatch, plan_memory, step_shape
@@ -89,6 +90,8 @@ def _check_resume(config: TrainerConfig, run_dir: Path) -> tuple[Path | None, ch
     state = checkpoint.read_state(found, trajectory_keys(config))
     if state.num_threads != torch.get_num_threads():
         logger.warning("the run began with %d threads and goes on with %d", state.num_threads, torch.get_num_threads())
+    if state.kernels != identity():
+        logger.warning("the run began with kernels %s and goes on with %s", state.kernels, identity())
     return found, state
 
 

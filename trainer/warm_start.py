@@ -16,12 +16,13 @@ import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rollout import SamplingParams
-from rollout.builtin import build_tiny, cache_directory, tiny_config
+from rollout.builtin import build_tiny, tiny_config
 from rollout.kv_cache import LayerGroup
 from rollout.packing import build_pack
 from rollout.prompts import encode_prompt
 from rollout.scoring import score_tokens
 from rollout.views import training_view
+from rollout_kernels.native import cache_directory, identity
 from trainer.config import ModelConfig, OptimConfig, TaskConfig
 from trainer.optimizer import MasterAdamW, learning_rate
 from trainer.rows import STYLE_PURPOSE, WARM_START_PURPOSE, Row, RowStream, uniforms
@@ -42,6 +43,7 @@ def warm_started_tiny(model: ModelConfig, task_config: TaskConfig, task: Task, s
         "shape": tiny_config().to_diff_dict(),
         "examples": [_example(task, row, place / 64) for place, row in enumerate(task.train_rows[:64])],
         "num_threads": torch.get_num_threads(),
+        "kernels": identity(),
         "versions": [torch.__version__, transformers.__version__],
     }
     digest = hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()[:16]

@@ -12,66 +12,18 @@ of KV in storage, U positions per KV unit.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rollout_kernels import native
 from rollout_kernels.activations import exp2_
-from rollout_kernels.tiles import ROW_MULTIPLE, SEGMENT_SIZE, round_up
+from rollout_kernels.plan import AttentionPlan
+from rollout_kernels.tiles import ROW_MULTIPLE, SEGMENT_SIZE, AttentionTiles, round_up
 
 _LOG2E = math.log2(math.e)  # scores are taken in units of ln 2, since 2 ** x is computed faster than e ** x
-
-
-@dataclass
-class AttentionTiles:
-    """W equal-shaped tiles: M query rows, each against the same S consecutive KV segments.
-
-    query_rows: [W, M] int64, row of q that fills the place; padding repeats any row.
-    lengths: [W, R] int64, how many KV positions (counted from position 0) the row may see; 0 for padding.
-    kv_units: [W, K, P / U] int64, which units of the flat KV hold those positions; padding points at any unit that
-        holds finite numbers.
-    first_positions, end_positions: [W] int64, the absolute positions where each tile's own segments begin and end
-        (multiples of SEGMENT_SIZE); what lies between the end and S segments is padding.
-    places, rows: [n] int64, the places in the flattened [W * R] that hold real rows, and which rows they are.
-    reach: how many positions from first_positions on some row of some tile sees.
-    seen_by_all: how many positions from first_positions on every real row of every tile sees, but for windows.
-    begins: whether the tiles begin at position 0.
-    chained: whether other tiles hold further segments of these rows.
-    """
-
-    query_rows: Tensor
-    lengths: Tensor
-    kv_units: Tensor
-    first_positions: Tensor
-    end_positions: Tensor
-    places: Tensor
-    rows: Tensor
-    reach: int
-    seen_by_all: int
-    begins: bool = True
-    chained: bool = False
-    _bias: dict[tuple[int, int, int], Tensor] = field(default_factory=dict, repr=False)
-
-    @property
-    def num_real_rows(self) -> int:
-        """R, the most real rows of a tile."""
-        return self.lengths.shape[1]
-
-    def bias(self, start: int, end: int, window: int | None) -> Tensor:
-        """fp32 [W, 1, R, 1, end - start]: 0 where the row sees the position, -inf elsewhere. Kept for all layers."""
-        key = (start, end, window or 0)
-        if key not in self._bias:
-            offsets = torch.arange(start, end, device=self.lengths.device)
-            positions = (self.first_positions[:, None] + offsets)[:, None]
-            lengths = self.lengths[:, :, None]
-            visible = (positions < lengths) & (positions < self.end_positions[:, None, None])
-            if window:
-                visible &= positions >= lengths - window
-            bias = torch.zeros(visible.shape, device=visible.device).masked_fill_(~visible, -torch.inf)
-            self._bias[key] = bias[:, None, :, None]
-        return self._bias[key]
 
 
 def _tile_rows(x: Tensor, tiles: AttentionTiles, num_rows: int) -> Tensor:
@@ -132,22 +84,30 @@ def _partials(scores: Tensor, maximum: Tensor, v: Tensor, padded_rows: int) -> t
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, tiles: list[AttentionTiles], scale: float, window: int | None = None
+    q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float, window: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention of q [T, H, D] over the KV that `tiles` name.
+    """Attention of q [T, H, D] over the KV that the plan names.
 
     k, v: [N / U, U, D], flat storage in units of U consecutive positions of one kv head. window: a row sees at most
     this many positions, itself the last. Returns out [T, H, D] in q's dtype and its log-sum-exp [T, H] in fp32; a row
-    that no tile covers gets zeros (and -inf).
+    that no span covers gets zeros (and -inf).
     """
-    out, lse = _attend(q, k, v, tiles, scale, window)
+    out, lse = _attend(q, k, v, plan, scale, window)
     return out, lse / _LOG2E
 
 
 def _attend(
+    q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """`attend` with the log-sum-exp in units of ln 2: the one place where a kernel is chosen."""
+    if native.supports(q.device, q.dtype):
+        return native.segment_attention(q, k, v, plan, scale, window)
+    return _attend_tiles(q, k, v, plan.tiles, scale, window)
+
+
+def _attend_tiles(
     q: Tensor, k: Tensor, v: Tensor, tiles: list[AttentionTiles], scale: float, window: int | None
 ) -> tuple[Tensor, Tensor]:
-    """`attend` with the log-sum-exp in units of ln 2."""
     num_rows, heads, dim = q.shape
     sums = _Sums(
         values=q.new_zeros(num_rows, heads, dim, dtype=torch.float32),
@@ -202,51 +162,69 @@ class _TrainingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, tiles: list[AttentionTiles], scale: float, window: int | None
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float, window: int | None
     ) -> Tensor:
         # each pack row of each kv head is a unit of one position
-        out, lse = _attend(q, k.reshape(-1, 1, k.shape[-1]), v.reshape(-1, 1, v.shape[-1]), tiles, scale, window)
+        out, lse = _attend(q, k.reshape(-1, 1, k.shape[-1]), v.reshape(-1, 1, v.shape[-1]), plan, scale, window)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.tiles, ctx.scale, ctx.window = tiles, scale, window
+        ctx.plan, ctx.scale, ctx.window = plan, scale, window
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        grad_out = grads[0].contiguous()
-        delta = (grad_out.float() * out.float()).sum(-1)
         flat_k, flat_v = k.reshape(-1, 1, k.shape[-1]), v.reshape(-1, 1, v.shape[-1])
-        grad_q = torch.zeros_like(q, dtype=torch.float32)
-        grad_k, grad_v = (torch.zeros_like(x[:, 0], dtype=torch.float32) for x in (flat_k, flat_v))
-        for tile in ctx.tiles:
-            # nothing here has to agree with the generator's bits, so rows and positions that nobody needs are left out
-            units = tile.kv_units[..., : round_up(tile.reach, ROW_MULTIPLE)]
-            real = tile.num_real_rows * q.shape[1] // tile.kv_units.shape[1]
-            tile_q, tile_grad, row_stats = (
-                _tile_rows(x, tile, tile.num_real_rows) for x in (q, grad_out, torch.stack((lse, delta), -1))
-            )
-            tile_k, tile_v = _tile_kv(flat_k, units), _tile_kv(flat_v, units)
-            # padding rows see nothing: every score is -inf, so every weight is 0 against a finite log-sum-exp
-            row_lse = torch.where(row_stats[..., :1].isfinite(), row_stats[..., :1], 0.0)
-            weights = _scores(tile_q, tile_k, tile, real, ctx.scale, ctx.window, 0).sub_(row_lse).exp2_()
-            grad_weights = torch.bmm(tile_grad, tile_v.transpose(1, 2)).float()
-            grad_scores = grad_weights.sub_(row_stats[..., 1:]).mul_(weights).mul_(ctx.scale).to(q.dtype)
-            grad_q.index_add_(0, tile.rows, _untile(torch.bmm(grad_scores, tile_k).float(), tile))
-            for total, part in (
-                (grad_k, torch.bmm(grad_scores.transpose(1, 2), tile_q)),
-                (grad_v, torch.bmm(weights.to(q.dtype).transpose(1, 2), tile_grad)),
-            ):
-                total.index_add_(0, units.reshape(-1), part.reshape(units.numel(), -1).float())
+        compiled = native.supports(q.device, q.dtype)
+        of_call = native.segment_attention_backward if compiled else _backward_tiles
+        grad_q, grad_k, grad_v = of_call(
+            q, flat_k, flat_v, out, lse, grads[0].contiguous(), ctx.plan, ctx.scale, ctx.window
+        )
         return grad_q.to(q.dtype), grad_k.view_as(k).to(k.dtype), grad_v.view_as(v).to(v.dtype), None, None, None
 
 
+def _backward_tiles(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q [T, H, D] and of flat k and v [N, 1, D] in fp32, tile by tile in a fixed order."""
+    delta = (grad_out.float() * out.float()).sum(-1)
+    grad_q, grad_k, grad_v = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
+    for tile in plan.tiles:
+        # nothing here has to agree with the generator's bits, so rows and positions that nobody needs are left out
+        units = tile.kv_units[..., : round_up(tile.reach, ROW_MULTIPLE)]
+        real = tile.num_real_rows * q.shape[1] // tile.kv_units.shape[1]
+        tile_q, tile_grad, row_stats = (
+            _tile_rows(x, tile, tile.num_real_rows) for x in (q, grad_out, torch.stack((lse, delta), -1))
+        )
+        tile_k, tile_v = _tile_kv(k, units), _tile_kv(v, units)
+        # padding rows see nothing: every score is -inf, so every weight is 0 against a finite log-sum-exp
+        row_lse = torch.where(row_stats[..., :1].isfinite(), row_stats[..., :1], 0.0)
+        weights = _scores(tile_q, tile_k, tile, real, scale, window, 0).sub_(row_lse).exp2_()
+        grad_weights = torch.bmm(tile_grad, tile_v.transpose(1, 2)).float()
+        grad_scores = grad_weights.sub_(row_stats[..., 1:]).mul_(weights).mul_(scale).to(q.dtype)
+        grad_q.index_add_(0, tile.rows, _untile(torch.bmm(grad_scores, tile_k).float(), tile))
+        for total, part in (
+            (grad_k, torch.bmm(grad_scores.transpose(1, 2), tile_q)),
+            (grad_v, torch.bmm(weights.to(q.dtype).transpose(1, 2), tile_grad)),
+        ):
+            total[:, 0].index_add_(0, units.reshape(-1), part.reshape(units.numel(), -1).float())
+    return grad_q, grad_k, grad_v
+
+
 def training_attention(
-    q: Tensor, k: Tensor, v: Tensor, tiles: list[AttentionTiles], scale: float | None = None, window: int | None = None
+    q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float | None = None, window: int | None = None
 ) -> Tensor:
     """Differentiable `attend` within one pack: q [T, H, D], k and v [K, T, D] (unit j * T + t is row t of kv head j).
 
     Same bits as decoding the same rows one by one. Returns [T, H, D].
     """
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-    out: Tensor = _TrainingAttention.apply(q, k, v, tiles, scale, window)  # type: ignore[no-untyped-call]
+    out: Tensor = _TrainingAttention.apply(q, k, v, plan, scale, window)  # type: ignore[no-untyped-call]
     return out

@@ -1,17 +1,19 @@
-"""From ragged query spans to a few batches of equal tiles, once per forward and for all layers."""
+"""What attention is asked for: ragged query spans, and from them, once per forward and for all layers, what a kernel
+reads: flat tables, or a few batches of equal tiles.
+"""
 
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollout_kernels.attention import AttentionTiles
-from rollout_kernels.tiles import ROW_MULTIPLE, SEGMENT_SIZE, round_up
+from rollout_kernels.tiles import ROW_MULTIPLE, SEGMENT_SIZE, AttentionTiles, round_up
 
 MAX_TILE_ROWS = 64
 MAX_SCORES = 1 << 20  # per batch of tiles: 4 MB of fp32 scores stay in a cache; one tile alone may have more
@@ -27,7 +29,8 @@ class QuerySpan:
 
     rows: [m] rows of q. lengths: [m] KV positions each may see, counted from position 0, not decreasing.
     units: KV unit (of kv head 0) of each U positions from the start of `first_segment` on.
-    num_segments: how many segments to attend from first_segment on; None: all that the rows' lengths reach.
+    num_segments: how many segments to attend from first_segment on, after which the rows go on in another span; None:
+        all that the rows' lengths reach.
     """
 
     rows: Ints
@@ -45,6 +48,60 @@ class KVLayout:
     num_groups: int
     unit: int
     head_stride: int
+
+
+@dataclass(frozen=True)
+class SpanTables:
+    """Spans laid end to end, those that begin at segment 0 first.
+
+    rows, lengths: int64 [sum of rows]. units: int64. spans: int64 [n, 6], for each where its rows begin and end, where
+    its units begin, its first segment, how many segments, and whether its rows go on in another span.
+    """
+
+    rows: Ints
+    lengths: Ints
+    units: Ints
+    spans: Ints
+    num_first: int
+    """How many begin at segment 0."""
+
+
+@dataclass
+class AttentionPlan:
+    """Which query rows attend which KV, in one forward: any number of spans, each row in one of them, or in one that
+    begins at 0 and one that goes on from where the first ends.
+    """
+
+    spans: list[QuerySpan]
+    layout: KVLayout
+    device: torch.device
+
+    @cached_property
+    def tables(self) -> SpanTables:
+        spans = sorted(self.spans, key=lambda span: span.first_segment > 0)
+        row_ends = np.cumsum([0] + [len(span.rows) for span in spans])
+        unit_ends = np.cumsum([0] + [len(span.units) for span in spans])
+        table = np.empty((len(spans), 6), np.int64)
+        for i, span in enumerate(spans):
+            reached = -(-int(span.lengths[-1]) // SEGMENT_SIZE) - span.first_segment
+            goes_on = span.num_segments is not None
+            segments = reached if span.num_segments is None else span.num_segments
+            table[i] = row_ends[i], row_ends[i + 1], unit_ends[i], span.first_segment, segments, goes_on
+        return SpanTables(
+            rows=_joined([span.rows for span in spans]),
+            lengths=_joined([span.lengths for span in spans]),
+            units=_joined([span.units for span in spans]),
+            spans=table,
+            num_first=sum(span.first_segment == 0 for span in spans),
+        )
+
+    @cached_property
+    def tiles(self) -> list[AttentionTiles]:
+        return plan_tiles(self.spans, self.layout, self.device)
+
+
+def _joined(arrays: list[Ints]) -> Ints:
+    return np.concatenate(arrays).astype(np.int64, copy=False) if arrays else np.zeros(0, np.int64)
 
 
 def _bucket(n: int) -> int:

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout_kernels import plan
-from rollout_kernels.attention import AttentionTiles, attend, training_attention
-from rollout_kernels.plan import KVLayout, QuerySpan, plan_tiles
+from rollout_kernels.attention import attend, training_attention
+from rollout_kernels.plan import AttentionPlan, KVLayout, QuerySpan
 
 CPU = torch.device("cpu")
 GROUPS = [(70, (3, 1, 66)), (1, (1,)), (5, ()), (64, (64, 2)), (131, (9, 9, 9, 9))]
@@ -54,8 +54,8 @@ class Pack:
             mask[row, seen[-window:] if window else seen] = True
         return mask
 
-    def tiles(self, heads: int, kv_heads: int) -> list[AttentionTiles]:
-        return plan_tiles(self.spans, KVLayout(kv_heads, heads // kv_heads, 1, self.num_rows), CPU)
+    def plan(self, heads: int, kv_heads: int) -> AttentionPlan:
+        return AttentionPlan(self.spans, KVLayout(kv_heads, heads // kv_heads, 1, self.num_rows), CPU)
 
 
 def pack_of(groups: Sequence[tuple[int, Sequence[int]]] = GROUPS) -> Pack:
@@ -103,7 +103,7 @@ def test_attention_equals_fp64_softmax(
     """No worse than 1.5 times the error of plain attention in the same dtype."""
     pack = pack_of()
     q, k, v = inputs(pack.num_rows, heads, kv_heads, dim, dtype)
-    out, lse = attend(q, flat(k), flat(v), pack.tiles(heads, kv_heads), dim**-0.5, window)
+    out, lse = attend(q, flat(k), flat(v), pack.plan(heads, kv_heads), dim**-0.5, window)
     exact, exact_lse = plain_attention(q.double(), k.double(), v.double(), pack.mask(window))
     plain, plain_lse = plain_attention(q, k, v, pack.mask(window))
     assert out.dtype == dtype
@@ -125,8 +125,8 @@ def test_gradients_equal_fp64_autograd(dtype: torch.dtype, dim: int, window: int
     """No worse than 1.5 times the error of autograd through plain attention in the same dtype."""
     pack = pack_of()
     *data, upstream = [*inputs(pack.num_rows, 4, 2, dim, dtype), inputs(pack.num_rows, 4, 2, dim, dtype, seed=1)[0]]
-    mask, tiles = pack.mask(window), pack.tiles(4, 2)
-    ours = gradients(lambda q, k, v: training_attention(q, k, v, tiles, window=window), data, upstream, dtype)
+    mask, planned = pack.mask(window), pack.plan(4, 2)
+    ours = gradients(lambda q, k, v: training_attention(q, k, v, planned, window=window), data, upstream, dtype)
     exact = gradients(lambda *qkv: plain_attention(*qkv, mask)[0], data, upstream, torch.float64)
     plain = gradients(lambda *qkv: plain_attention(*qkv, mask)[0], data, upstream, dtype)
     for name, mine, right, usual in zip("qkv", ours, exact, plain, strict=True):
@@ -140,8 +140,8 @@ def test_gradients_under_a_narrow_window(window: int, heads: int, kv_heads: int)
     """Few positions, whose gradients cancel more than where the other bound holds; fp32 rounding all the same."""
     pack = pack_of()
     *data, upstream = [*inputs(pack.num_rows, heads, kv_heads, 32, torch.float32), torch.ones(pack.num_rows, heads, 32)]
-    mask, tiles = pack.mask(window), pack.tiles(heads, kv_heads)
-    ours = gradients(lambda q, k, v: training_attention(q, k, v, tiles, window=window), data, upstream, torch.float32)
+    mask, planned = pack.mask(window), pack.plan(heads, kv_heads)
+    ours = gradients(lambda q, k, v: training_attention(q, k, v, planned, window=window), data, upstream, torch.float32)
     exact = gradients(lambda *qkv: plain_attention(*qkv, mask)[0], data, upstream, torch.float64)
     for name, mine, right in zip("qkv", ours, exact, strict=True):
         assert error(mine, right) < 1e-6, name
@@ -150,8 +150,8 @@ def test_gradients_under_a_narrow_window(window: int, heads: int, kv_heads: int)
 def test_scale_defaults_to_one_over_the_root_of_the_head_size() -> None:
     pack = pack_of([(20, ())])
     q, k, v = inputs(20, 2, 1, 16, torch.float32)
-    tiles = pack.tiles(2, 1)
-    assert torch.equal(training_attention(q, k, v, tiles), training_attention(q, k, v, tiles, scale=0.25))
+    planned = pack.plan(2, 1)
+    assert torch.equal(training_attention(q, k, v, planned), training_attention(q, k, v, planned, scale=0.25))
 
 
 def test_two_rows_worked_by_hand() -> None:
@@ -159,7 +159,7 @@ def test_two_rows_worked_by_hand() -> None:
     q, k, v = torch.zeros(2, 1, 16), torch.zeros(1, 2, 16), torch.zeros(1, 2, 16)
     q[:, 0, 0], k[0, 0, 0] = 2.0, np.log(3.0)
     v[0, :, 0], v[0, 1, 5] = torch.tensor([8.0, 4.0]), 1.0
-    out, lse = attend(q, flat(k), flat(v), pack_of([(2, ())]).tiles(1, 1), 0.5)
+    out, lse = attend(q, flat(k), flat(v), pack_of([(2, ())]).plan(1, 1), 0.5)
     assert out[:, 0, 0].tolist() == pytest.approx([8.0, 7.0])
     assert out[:, 0, 5].tolist() == pytest.approx([0.0, 0.25])
     assert lse[:, 0].tolist() == pytest.approx([np.log(3), np.log(4)])
@@ -168,7 +168,7 @@ def test_two_rows_worked_by_hand() -> None:
 def test_a_row_that_no_tile_covers_gets_zeros() -> None:
     q, k, v = inputs(20, 4, 2, 16, torch.float32)
     span = QuerySpan(np.arange(3, 17), np.arange(4, 18), np.arange(20))
-    out, lse = attend(q, flat(k), flat(v), plan_tiles([span], KVLayout(2, 2, 1, 20), CPU), 1.0)
+    out, lse = attend(q, flat(k), flat(v), AttentionPlan([span], KVLayout(2, 2, 1, 20), CPU), 1.0)
     assert not out[:3].any()
     assert not out[17:].any()
     assert (lse[[0, 2, 17, 19]] == -torch.inf).all()
@@ -180,7 +180,7 @@ def test_large_scores_do_not_overflow() -> None:
     pack = pack_of([(130, ())])
     q, k, v = inputs(130, 2, 1, 16, torch.float32)
     exact, _ = plain_attention(100 * q.double(), 10 * k.double(), v.double(), pack.mask(None))
-    out, _ = attend(100 * q, flat(10 * k), flat(v), pack.tiles(2, 1), 0.25)
+    out, _ = attend(100 * q, flat(10 * k), flat(v), pack.plan(2, 1), 0.25)
     assert error(out, exact) < 1e-5
 
 
@@ -216,8 +216,8 @@ class Paged:
         return Paged(keys, values, layout, units)
 
     def attend(self, q: Tensor, spans: Sequence[QuerySpan], window: int | None = None) -> tuple[Tensor, Tensor]:
-        tiles = plan_tiles(spans, self.layout, CPU)
-        return attend(q, self.keys, self.values, tiles, q.shape[-1] ** -0.5, window)
+        planned = AttentionPlan(list(spans), self.layout, CPU)
+        return attend(q, self.keys, self.values, planned, q.shape[-1] ** -0.5, window)
 
 
 def one_row(length: int, units: NDArray[np.int64]) -> QuerySpan:
@@ -232,7 +232,7 @@ def test_a_packed_row_has_the_bits_of_the_row_alone(
     """The training pack against one-row-at-a-time decoding from paged storage, for the last row of every sequence."""
     pack = pack_of()
     q, k, v = inputs(pack.num_rows, 4, 2, dim, dtype)
-    packed = training_attention(q, k, v, pack.tiles(4, 2), window=window)
+    packed = training_attention(q, k, v, pack.plan(4, 2), window=window)
     rows = [int(span.rows[-1]) for span in pack.spans]
     paged = Paged.of(k, v, [pack.seen[row] for row in rows], 4)
     for row, units in zip(rows, paged.units, strict=True):
@@ -302,11 +302,11 @@ def test_cutting_a_prefill_changes_no_bit(
 def test_splitting_batches_of_tiles_changes_no_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     pack = pack_of()
     q, k, v = inputs(pack.num_rows, 4, 2, 32, dtype)
-    whole = training_attention(q, k, v, pack.tiles(4, 2))
+    whole = training_attention(q, k, v, pack.plan(4, 2))
     monkeypatch.setattr(plan, "MAX_SCORES", 1)
-    tiles = pack.tiles(4, 2)
-    assert all(len(tile.query_rows) == 1 for tile in tiles)
-    assert torch.equal(training_attention(q, k, v, tiles), whole)
+    planned = pack.plan(4, 2)
+    assert all(len(tile.query_rows) == 1 for tile in planned.tiles)
+    assert torch.equal(training_attention(q, k, v, planned), whole)
 
 
 @DTYPES
@@ -328,6 +328,6 @@ def test_backward_is_deterministic_whatever_the_threads(restore_threads: None, d
     for count in (1, 1, 3):
         torch.set_num_threads(count)
         leaves = [x.requires_grad_() for x in inputs(pack.num_rows, 4, 2, 32, dtype)]
-        runs.append(torch.autograd.grad(training_attention(*leaves, pack.tiles(4, 2)).square().sum(), leaves))
+        runs.append(torch.autograd.grad(training_attention(*leaves, pack.plan(4, 2)).square().sum(), leaves))
     for run in runs[1:]:
         assert all(torch.equal(ours, first) for ours, first in zip(run, runs[0], strict=True))

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from rollout_kernels import plan
-from rollout_kernels.attention import AttentionTiles
 from rollout_kernels.plan import MAX_TILE_ROWS, KVLayout, QuerySpan, plan_tiles
-from rollout_kernels.tiles import SEGMENT_SIZE, pad_rows, round_up
+from rollout_kernels.tiles import SEGMENT_SIZE, AttentionTiles, pad_rows, round_up
 
 CPU = torch.device("cpu")
 UNIT = 16

@@ -109,9 +109,9 @@ def test_what_rests_is_counted_to_the_byte(tmp_path: Path, dtype: torch.dtype) -
     ("dtype", "micro_batch_tokens", "overrides", "sizes"),
     [
         (torch.float32, 100_000, [], {}),
-        (torch.float32, 200, ["model.gradient_checkpointing=false", "algorithm.kl_coef=0.1"], {}),
-        (torch.bfloat16, 200, [], {}),
-        (torch.bfloat16, 200, ["sampling.top_p=0.9", "sampling.temperature=0.7"], {}),
+        (torch.float32, 220, ["model.gradient_checkpointing=false", "algorithm.kl_coef=0.1"], {}),
+        (torch.bfloat16, 220, [], {}),
+        (torch.bfloat16, 220, ["sampling.top_p=0.9", "sampling.temperature=0.7"], {}),
         (torch.bfloat16, 1, [], {"vocab_size": 4000, "hidden_size": 512, "intermediate_size": 64}),
     ],
     ids=["one micro-batch", "all kept, with a KL term", "many micro-batches", "cut", "a large head"],
@@ -121,8 +121,8 @@ def test_an_update_takes_what_the_ledger_says(
 ) -> None:
     """Against the allocator's records of a real update, of prompts and rollouts that are all as long as can be.
 
-    What a CPU's bf16 products copy inside is not foreseen: up to 4 % at these sizes. The ledger counts with full packs,
-    which rollouts of one length do not always make.
+    What a CPU's bf16 products copy inside is not foreseen: up to 4 % at these sizes. The ledger counts with full packs:
+    220 tokens are a prompt and three rollouts.
     """
     shape = ["sampling.max_new_tokens=60", "sampling.ignore_eos=true"]
     shape += [f"algorithm.micro_batch_tokens={micro_batch_tokens}"]
@@ -132,7 +132,7 @@ def test_an_update_takes_what_the_ledger_says(
     peak = tiny_models.allocated_peak(lambda: _update(run, groups, advantages, 0))
     run.close()
     rows = rows_of(run)
-    assert 0.95 * peak <= rows["fp32 gradients"][1] + rows["activations and logits"][1] <= 1.2 * peak
+    assert 0.95 * peak <= rows["fp32 gradients"][1] + rows["activations and logits"][1] <= 1.1 * peak
 
 
 # -- a machine that is too small ----------------------------------------------------------------------------------

@@ -1,0 +1,88 @@
+// Row norms and gated activations in one pass over memory. An element's bits depend on its row and nothing else: rows
+// are cut into vectors from their start, and what is left of a row is computed as a vector filled up with zeros.
+
+#include <cmath>
+
+#include "vectors.h"
+
+namespace {
+
+constexpr int64_t kAlone = 1 << 15;  // elements that are not worth waking other threads for
+
+// f(offset, count) for each vector of a row of `size` elements; the last may have fewer than 16.
+template <class F>
+inline void each_vector(int64_t size, F f) {
+    for (int64_t i = 0; i < size; i += kLanes) f(i, static_cast<int>(std::min<int64_t>(kLanes, size - i)));
+}
+
+template <class T>
+inline Floats read(const typename T::Element* from, int count) {
+    if (count == kLanes) return T::widen(from);
+    typename T::Element row[kLanes] = {};
+    std::copy_n(from, count, row);
+    return T::widen(row);
+}
+
+template <class T>
+inline void write(Floats v, typename T::Element* to, int count) {
+    if (count == kLanes) return T::round(v, to);
+    typename T::Element row[kLanes];
+    T::round(v, row);
+    std::copy_n(row, count, to);
+}
+
+template <class T>
+inline Floats rounded(Floats v) {
+    typename T::Element row[kLanes];
+    T::round(v, row);
+    return T::widen(row);
+}
+
+template <class T>
+void rms_norm(const void* x, const void* weight, void* out, int64_t rows, int64_t dim, float eps, int threads) {
+    using Element = typename T::Element;
+    const auto* scale = static_cast<const Element*>(weight);
+#pragma omp parallel for num_threads(threads) if (rows * dim > kAlone)
+    for (int64_t r = 0; r < rows; ++r) {
+        const Element* from = static_cast<const Element*>(x) + r * dim;
+        Element* to = static_cast<Element*>(out) + r * dim;
+        Floats squares = {};
+        each_vector(dim, [&](int64_t i, int count) {
+            const Floats v = read<T>(from + i, count);
+            squares += v * v;
+        });
+        const float inverse = 1.0f / std::sqrt(sum_of(squares) / static_cast<float>(dim) + eps);
+        each_vector(dim, [&](int64_t i, int count) {
+            write<T>(rounded<T>(read<T>(from + i, count) * inverse) * read<T>(scale + i, count), to + i, count);
+        });
+    }
+}
+
+// silu(gate) * up, each factor rounded to the element type
+template <class T>
+void swiglu(const void* gate, const void* up, void* out, int64_t size, int threads) {
+    using Element = typename T::Element;
+    constexpr int64_t kRow = 1024;
+#pragma omp parallel for num_threads(threads) if (size > kAlone)
+    for (int64_t begin = 0; begin < size; begin += kRow)
+        each_vector(std::min(kRow, size - begin), [&](int64_t i, int count) {
+            const Floats x = read<T>(static_cast<const Element*>(gate) + begin + i, count);
+            const Floats exponent = x * -1.44269504f, capped = exponent < 126.0f ? exponent : all(126.0f);
+            const Floats silu = x / (1.0f + exp2(x == x ? capped : x));
+            const Floats factor = read<T>(static_cast<const Element*>(up) + begin + i, count);
+            write<T>(rounded<T>(silu) * factor, static_cast<Element*>(out) + begin + i, count);
+        });
+}
+
+}  // namespace
+
+extern "C" void row_rms_norm(
+    const void* x, const void* weight, void* out, int64_t rows, int64_t dim, float eps, int threads, int bf16) {
+    if (bf16) rms_norm<Bf16>(x, weight, out, rows, dim, eps, threads);
+    else rms_norm<Fp32>(x, weight, out, rows, dim, eps, threads);
+}
+
+extern "C" void gated_silu(const void* gate, const void* up, void* out, int64_t size, int threads, int bf16) {
+    if (bf16) swiglu<Bf16>(gate, up, out, size, threads);
+    else swiglu<Fp32>(gate, up, out, size, threads);
+}

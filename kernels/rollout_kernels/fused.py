@@ -1,0 +1,85 @@
+"""Row norms and gated activations as one operation each, on a CPU with compiled kernels.
+
+An element's bits depend on its own row only, not on the tensor's size or the number of threads. Values are those of the
+formulas in torch operations, within rounding. Both are differentiable, and keep only their inputs for the backward.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollout_kernels.native import kernels
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    x = x.contiguous()
+    out, dim = torch.empty_like(x), x.shape[-1]
+    if not x.is_meta:
+        places = x.data_ptr(), weight.data_ptr(), out.data_ptr()
+        kernels().row_rms_norm(*places, x.numel() // dim, dim, eps, torch.get_num_threads(), x.dtype == torch.bfloat16)
+    return out
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return _rms_norm(x, weight, eps)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        wide = x.float()
+        inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + ctx.eps)
+        normal = wide.mul_(inverse) if x.dtype != torch.float32 else wide * inverse
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = (grads[0] * normal.to(x.dtype)).flatten(0, -2).sum(0)
+        grad = grads[0].float() * weight.float()
+        along = (grad * normal).mean(-1, keepdim=True)
+        return (grad - normal * along).mul_(inverse).to(x.dtype), grad_weight, None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """weight * (x / rms(x)) for x [..., D] and weight [D] of one dtype, to which the quotient is rounded first."""
+    if not torch.is_grad_enabled():
+        return _rms_norm(x, weight, eps)
+    out: Tensor = _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    gate, up = gate.contiguous(), up.contiguous()
+    out = torch.empty_like(gate)
+    if not gate.is_meta:
+        places = gate.data_ptr(), up.data_ptr(), out.data_ptr()
+        kernels().gated_silu(*places, gate.numel(), torch.get_num_threads(), gate.dtype == torch.bfloat16)
+    return out
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return _swiglu(gate, up)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        z, grad = gate.float(), grads[0].float()
+        sigmoid = z.sigmoid()
+        silu = z * sigmoid
+        grad_up = (grad * silu).to(up.dtype)
+        # the derivative of silu: sigmoid + silu * (1 - sigmoid)
+        slope = silu.mul_(1.0 - sigmoid).add_(sigmoid)
+        return grad.mul_(up.float()).mul_(slope).to(gate.dtype), grad_up
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up for tensors of one shape and dtype, to which silu(gate) is rounded first."""
+    if not torch.is_grad_enabled():
+        return _swiglu(gate, up)
+    out: Tensor = _SwiGLU.apply(gate, up)  # type: ignore[no-untyped-call]
+    return out
