@@ -20,7 +20,6 @@ from rollout.kv_cache import KVCache, LayerGroup
 from rollout.loading import check_matches, check_module, load_model, load_tokenizer, longest_sequence, resolve_device
 from rollout.memory import device_bytes, pool_size
 from rollout.model_runner import ModelRunner
-from rollout.packed import PackedWeights
 from rollout.prompts import Prompt, end_token_ids
 from rollout.requests import BadPrompt, Limits, OnError, RequestOptions, RolloutHandle, make_requests
 from rollout.sampler import TRAIN
@@ -77,7 +76,6 @@ class RolloutEngine:
         self._watch = WeightWatch(self.module)
         cache = KVCache(self.layer_group, num_blocks, config.block_size, self.device)
         view = make_view(self.module, exact=self.exact)
-        self.packed = PackedWeights(view) if config.packed_weights else None
         self._runner: ModelRunner | None = ModelRunner(view, cache, config.max_num_seqs, exact=self.exact)
         self._core = EngineCore(self.scheduler, self._runner, tokenizer, self.end_token_ids)
 
@@ -231,8 +229,6 @@ class RolloutEngine:
 
     @policy_version.setter
     def policy_version(self, version: int) -> None:
-        if self.packed is not None:
-            self.packed.refresh()
         self._watch.acknowledge()
         self.scheduler.set_policy_version(version)
 
@@ -271,8 +267,8 @@ class RolloutEngine:
     def _notice_changed_weights(self) -> None:
         """Somebody changed the weights without a word: count it as an update, unless requests have begun."""
         begun = self.scheduler.has_begun
-        # a look at the values costs a little, so it is taken only before a first request, and if a copy could be stale
-        if not self._watch.changed(look=not begun and bool(self.pool.cache or self.packed)):
+        # a look at the values costs a little, so it is taken only before a first request, and if KV could be stale
+        if not self._watch.changed(look=not begun and bool(self.pool.cache)):
             return
         if begun:
             raise RolloutError("the weights changed while requests were running; they have been aborted")
@@ -311,7 +307,7 @@ class RolloutEngine:
     def close(self) -> None:
         """Free the KV pool and the view. Closing twice is fine; generating afterwards is an error."""
         self._core.abort_all()
-        self._core.runner = self._runner = self.packed = None  # type: ignore[assignment]
+        self._core.runner = self._runner = None  # type: ignore[assignment]
 
     def __enter__(self) -> "RolloutEngine":
         return self

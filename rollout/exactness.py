@@ -18,7 +18,6 @@ from rollout.config import RolloutConfig, SamplingParams
 from rollout.errors import ExactnessError, RolloutError
 from rollout.kv_cache import KVCache, LayerGroup
 from rollout.model_runner import ModelRunner
-from rollout.packed import PackedWeights
 from rollout.packing import build_pack
 from rollout.scheduled import Chunk
 from rollout.sequence import Request, Sequence
@@ -117,19 +116,14 @@ def _decode(runner: ModelRunner, pool: BlockPool, groups: Seq[tuple[list[int], l
 
 
 @torch.no_grad()
-def probe(
-    module: PreTrainedModel, group: LayerGroup, block_size: int, max_len: int, *, exact: bool, packed: bool = False
-) -> ProbeReport:
+def probe(module: PreTrainedModel, group: LayerGroup, block_size: int, max_len: int, *, exact: bool) -> ProbeReport:
     """Compare decoding, packing and transformers' own forward on a few random tokens."""
     device = next(module.parameters()).device
     groups = _probe_tokens(module.config, max_len)
     view = make_view(module, exact=exact)
     num_blocks = sum(2 + (len(p) + max(map(len, cs))) // block_size * (len(cs) + 1) + 2 * len(cs) for p, cs in groups)
     cache = KVCache(group, num_blocks, block_size, device)
-    decoder = make_view(module, exact=exact) if packed else view
-    if packed:
-        PackedWeights(decoder)
-    runner = ModelRunner(decoder, cache, max_num_seqs=1, exact=exact)
+    runner = ModelRunner(view, cache, max_num_seqs=1, exact=exact)
     decoded = _decode(runner, BlockPool(num_blocks, block_size), groups)
 
     pack = build_pack(groups, group, device, exact=exact)
@@ -163,7 +157,7 @@ def decide_exactness(
     module: PreTrainedModel, group: LayerGroup, config: RolloutConfig, max_len: int
 ) -> tuple[bool, str]:
     """Whether generator and trainer will agree in every bit, and why; refuses what config.exact or parity forbid."""
-    report = probe(module, group, config.block_size, max_len, exact=config.exact != "off", packed=config.packed_weights)
+    report = probe(module, group, config.block_size, max_len, exact=config.exact != "off")
     check_parity(report, group.dtype)
     if config.exact == "off":
         return False, "exact=off"

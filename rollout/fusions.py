@@ -1,4 +1,4 @@
-"""Modules of a view that run as one operation where compiled kernels are: RMS norms and gated MLPs.
+"""Modules of a view that compiled kernels run: linear layers, RMS norms and gated MLPs.
 
 They hold the very parameters of what they stand in for, under the same names.
 """
@@ -10,12 +10,23 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from rollout_kernels.activations import SiLU
-from rollout_kernels.fused import rms_norm, swiglu
+from rollout_kernels.fused import fits_linear, linear, rms_norm, swiglu
 from rollout_kernels.native import supports
 
 _NORMS = {"LlamaRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"}
 _MLPS = {"LlamaMLP", "Qwen2MLP", "Qwen3MLP"}
 _SILUS = (SiLU, nn.SiLU, type(ACT2FN["silu"]))
+
+
+class FusedLinear(nn.Module):
+    """Stands in for a linear layer."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = layer.weight, layer.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
 
 
 class FusedRMSNorm(nn.Module):
@@ -47,10 +58,12 @@ def fuse(view: PreTrainedModel) -> None:
     parameter = next(view.parameters())
     if not supports(parameter.device, parameter.dtype):
         return
-    for module in list(view.modules()):
+    for module in reversed(list(view.modules())):  # a module after what it is made of
         for name, child in list(module.named_children()):
             kind = type(child).__name__
-            if kind in _NORMS:
+            if type(child) is nn.Linear and fits_linear(child.weight):
+                setattr(module, name, FusedLinear(child))
+            elif kind in _NORMS:
                 setattr(module, name, FusedRMSNorm(child))
             elif kind in _MLPS and isinstance(child.act_fn, _SILUS):
                 setattr(module, name, FusedMLP(child))

@@ -106,14 +106,12 @@ def build_ledger(
     rollout_activations: int,
     training: TrainingBytes,
     capacity: int,
-    packed: int = 0,
     process: int = 0,
     heap_holes: float = 0.0,
 ) -> Ledger:
     """The ledger of a colocated trainer and generator: what rests is in both columns.
 
-    packed: a second copy of weights, for rollouts. process: on a CPU, what interpreter and libraries hold, which
-    shares the machine's memory with the tensors.
+    process: on a CPU, what interpreter and libraries hold, which shares the machine's memory with the tensors.
     heap_holes: what the allocator keeps beside what comes and goes, as a share of it.
     """
 
@@ -129,7 +127,6 @@ def build_ledger(
         LedgerRow("activations and logits", rollout_activations, training.activations),
         resident("KV pool", pool),
         resident("state slots", 0),
-        resident("packed or quantised copies", packed),
         resident("process", process),
     ]
     if heap_holes:

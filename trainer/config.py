@@ -144,7 +144,6 @@ _ROLLOUT_SIZES = {
         "max_num_batched_tokens",
         "prefill_chunk_size",
         "prefix_cache",
-        "packed_weights",
     )
 }
 

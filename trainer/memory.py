@@ -53,9 +53,8 @@ def plan_memory(
     weights = sum(p.nbytes for p in engine.module.parameters())
     trim()  # what loading and a warm start have freed
     copies = weights if reference is not None else 0
-    packed = engine.packed.num_bytes if engine.packed is not None else 0
     pool = engine.stats().pool_bytes
-    held = weights + copies + packed + pool + optimizer.master_bytes + optimizer.moment_bytes
+    held = weights + copies + pool + optimizer.master_bytes + optimizer.moment_bytes
     ledger = build_ledger(
         weights=weights,
         pool=pool,
@@ -73,7 +72,6 @@ def plan_memory(
         ),
         training=_training_bytes(config, engine, optimizer, shape, copies),
         capacity=device_bytes(engine.device),
-        packed=packed,
         process=max(0, used_bytes(engine.device) - held) if engine.device.type == "cpu" else 0,
         heap_holes=_HEAP_HOLES if engine.device.type == "cpu" else 0.0,
     )

@@ -1,7 +1,7 @@
-"""Row norms and gated activations as one operation each, on a CPU with compiled kernels.
+"""Linear layers, row norms and gated activations on a CPU with compiled kernels.
 
-An element's bits depend on its own row only, not on the tensor's size or the number of threads. Values are those of the
-formulas in torch operations, within rounding. Both are differentiable, and keep only their inputs for the backward.
+A row's bits depend on that row only, not on the tensor's size or the number of threads. Values are those of torch's
+operations, within rounding. All are differentiable, and keep only their inputs for the backward.
 """
 
 from typing import Any
@@ -82,4 +82,47 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     if not torch.is_grad_enabled():
         return _swiglu(gate, up)
     out: Tensor = _SwiGLU.apply(gate, up)  # type: ignore[no-untyped-call]
+    return out
+
+
+def fits_linear(weight: Tensor) -> bool:
+    """Whether `linear` takes a weight [N, K]: rows are a whole number of 32-bit words."""
+    return weight.is_contiguous() and weight.shape[1] * weight.element_size() % 4 == 0
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    x = x.contiguous()
+    columns, depth = weight.shape
+    out = x.new_empty(*x.shape[:-1], columns)
+    if not x.is_meta:
+        places = [None if t is None else t.data_ptr() for t in (x, weight, bias, out)]
+        sizes = x.numel() // depth, columns, depth
+        kernels().linear(*places, *sizes, torch.get_num_threads(), x.dtype == torch.bfloat16)
+    return out
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.has_bias = bias is not None
+        return _linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        grad = grads[0].flatten(0, -2)
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        return (
+            (grad @ weight).view_as(x) if needs_x else None,
+            grad.T @ x.flatten(0, -2) if needs_weight else None,
+            grad.sum(0) if needs_bias else None,
+        )
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [..., K] times weight [N, K] transposed, plus bias [N], all of one dtype; sums run in fp32."""
+    if not torch.is_grad_enabled():
+        return _linear(x, weight, bias)
+    out: Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
     return out

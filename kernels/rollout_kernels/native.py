@@ -45,6 +45,8 @@ class _Attention(ctypes.Structure):
 _ARGUMENTS = {
     "segment_attention": [ctypes.POINTER(_Attention)],
     "segment_attention_backward": [ctypes.POINTER(_Attention)],
+    # x, weight, bias, out, rows, columns, depth, threads, whether bf16
+    "linear": [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 3 + [ctypes.c_int] * 2,
     # x, weight, out, rows, columns, eps, threads, whether bf16
     "row_rms_norm": [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 2 + [ctypes.c_float] + [ctypes.c_int] * 2,
     # gate, up, out, elements, threads, whether bf16

@@ -125,7 +125,6 @@ def test_what_rests_is_in_both_columns_and_the_rest_in_its_own() -> None:
         "activations and logits": (50, 300),
         "KV pool": (2, 2),
         "state slots": (0, 0),
-        "packed or quantised copies": (0, 0),
         "process": (7, 7),
         "heap holes": (25, 200),
     }

@@ -18,7 +18,13 @@ class Task {
     using Element = typename T::Element;
 
   public:
-    explicit Task(const Attention& call) : call_(call), dim_(call.dim), words_(call.dim / T::kPerWord) {}
+    void begin(const Attention& call) {
+        call_ = call, dim_ = call.dim, words_ = call.dim / T::kPerWord;
+        const size_t rows = TaskRows::most(call), segment = kSegment;
+        query_.reserve(rows * words_), keys_.reserve(segment * words_), values_.reserve(segment * words_);
+        scores_.reserve(rows * segment), weights_.reserve(rows * segment);
+        sums_.reserve(rows * dim_), totals_.reserve(rows * kLanes), reference_.reserve(rows);
+    }
 
     void run(const Span& span, const TaskRows& rows) {
         start(rows, span.first_segment > 0);
@@ -94,12 +100,11 @@ class Task {
         }
     }
 
-    const Attention& call_;
-    const int dim_, words_;
-    const size_t rows_ = TaskRows::most(call_);
-    Buffer<Word> query_{rows_ * words_}, keys_{size_t(kSegment) * words_}, values_{size_t(kSegment) / T::kPerWord * dim_};
-    Buffer<float> scores_{rows_ * kSegment}, sums_{rows_ * dim_}, totals_{rows_ * kLanes}, reference_{rows_};
-    Buffer<Element> weights_{rows_ * kSegment};
+    Attention call_;
+    int dim_, words_;
+    Buffer<Word> query_, keys_, values_;
+    Buffer<float> scores_, sums_, totals_, reference_;
+    Buffer<Element> weights_;
 };
 
 template <class T>
@@ -117,7 +122,8 @@ void forward(const Attention& call) {
     }
 #pragma omp parallel num_threads(call.num_threads)
     {
-        Task<T> task(call);
+        static thread_local Task<T> task;
+        task.begin(call);
         for (const auto& pieces : phases) {
             const int64_t count = static_cast<int64_t>(pieces.size()) * call.kv_heads;
 #pragma omp for schedule(dynamic)

@@ -11,7 +11,20 @@ class BackwardTask {
     using Element = typename T::Element;
 
   public:
-    explicit BackwardTask(const Attention& call) : call_(call), dim_(call.dim), words_(call.dim / T::kPerWord) {}
+    void begin(const Attention& call) {
+        call_ = call, dim_ = call.dim, words_ = call.dim / T::kPerWord;
+        const size_t rows = TaskRows::most(call), segment = kSegment;
+        row_words_ = static_cast<int>((rows + kLanes * T::kPerWord - 1) / (kLanes * T::kPerWord)) * kLanes;
+        padded_ = size_t(row_words_) * T::kPerWord;
+        query_.reserve(rows * words_), grad_out_.reserve(rows * words_);
+        query_by_row_.reserve(row_words_ * dim_), grad_out_by_row_.reserve(row_words_ * dim_);
+        keys_.reserve(segment * words_), values_.reserve(segment * words_);
+        keys_by_position_.reserve(segment * words_);
+        by_row_.reserve(row_words_ * segment), transposed_.reserve(row_words_ * segment);
+        scores_.reserve(rows * segment), grad_weights_.reserve(rows * segment);
+        grad_query_.reserve(rows * dim_), grad_segment_.reserve(segment * dim_);
+        weights_.reserve(padded_ * segment), grad_scores_.reserve(padded_ * segment);
+    }
 
     void run(const Span& span, const TaskRows& rows) {
         start(rows);
@@ -40,7 +53,7 @@ class BackwardTask {
                 store(&grad_out_by_row_[at], T::pair(grad_out + low + d, there ? grad_out + high + d : &zeros[d]));
             }
         }
-        std::fill_n(grad_query_.data(), rows_ * dim_, 0.0f);
+        std::fill_n(grad_query_.data(), rows.size() * dim_, 0.0f);
         // rows that are not there weigh nothing
         for (const auto* factor : {&weights_, &grad_scores_}) std::fill_n(factor->data(), padded_ * kSegment, Element{});
     }
@@ -89,17 +102,12 @@ class BackwardTask {
             for (int d = 0; d < dim_; ++d) total[segment.at[p] + d] += grad_segment_[p * dim_ + d];
     }
 
-    const Attention& call_;
-    const int dim_, words_;
-    const size_t rows_ = TaskRows::most(call_);
-    const int row_words_ = static_cast<int>((rows_ + kLanes * T::kPerWord - 1) / (kLanes * T::kPerWord)) * kLanes;
-    const size_t padded_ = size_t(row_words_) * T::kPerWord, segment_ = kSegment;
-    Buffer<Word> query_{rows_ * words_}, grad_out_{rows_ * words_}, keys_{segment_ * words_}, values_{segment_ * words_};
-    Buffer<Word> query_by_row_{padded_ * dim_}, grad_out_by_row_{padded_ * dim_}, keys_by_position_{segment_ * dim_};
-    Buffer<Word> by_row_{padded_ * kSegment}, transposed_{padded_ * kSegment};
-    Buffer<float> scores_{rows_ * kSegment}, grad_weights_{rows_ * kSegment};
-    Buffer<float> grad_query_{rows_ * dim_}, grad_segment_{segment_ * dim_};
-    Buffer<Element> weights_{padded_ * kSegment}, grad_scores_{padded_ * kSegment};
+    Attention call_;
+    int dim_, words_, row_words_;
+    size_t padded_;  // rows, as many as whole vectors of words hold
+    Buffer<Word> query_, grad_out_, query_by_row_, grad_out_by_row_, keys_, values_, keys_by_position_, by_row_, transposed_;
+    Buffer<float> scores_, grad_weights_, grad_query_, grad_segment_;
+    Buffer<Element> weights_, grad_scores_;
 };
 
 template <class T>
@@ -107,7 +115,8 @@ void backward(const Attention& call) {
     const int64_t size = TaskRows::query_rows(call);
 #pragma omp parallel num_threads(call.num_threads)
     {
-        BackwardTask<T> task(call);
+        static thread_local BackwardTask<T> task;
+        task.begin(call);
 #pragma omp for schedule(dynamic)
         for (int64_t head = 0; head < call.kv_heads; ++head)
             for (const Span* span = call.spans; span < call.spans + call.num_spans; ++span)

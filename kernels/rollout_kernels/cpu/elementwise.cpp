@@ -16,22 +16,6 @@ inline void each_vector(int64_t size, F f) {
 }
 
 template <class T>
-inline Floats read(const typename T::Element* from, int count) {
-    if (count == kLanes) return T::widen(from);
-    typename T::Element row[kLanes] = {};
-    std::copy_n(from, count, row);
-    return T::widen(row);
-}
-
-template <class T>
-inline void write(Floats v, typename T::Element* to, int count) {
-    if (count == kLanes) return T::round(v, to);
-    typename T::Element row[kLanes];
-    T::round(v, row);
-    std::copy_n(row, count, to);
-}
-
-template <class T>
 inline Floats rounded(Floats v) {
     typename T::Element row[kLanes];
     T::round(v, row);

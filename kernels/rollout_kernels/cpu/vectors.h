@@ -10,7 +10,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <limits>
-#include <new>
 #ifdef __AVX512F__
 #include <immintrin.h>
 #endif
@@ -38,20 +37,29 @@ inline void store(void* to, V v) {
     std::memcpy(to, &v, sizeof v);
 }
 
-// Room for `size` elements, not initialised, on a cache line's edge.
+// Room for elements, on a cache line's edge and not initialised. A thread keeps its buffers from call to call: fresh
+// memory of this size would be asked of the system, and given back, every time.
 template <class Element>
 class Buffer {
   public:
-    explicit Buffer(size_t size) : data_(static_cast<Element*>(std::aligned_alloc(64, (size * sizeof(Element) + 63) / 64 * 64))) {
-        if (!data_) throw std::bad_alloc();
-    }
+    Buffer() = default;
     Buffer(const Buffer&) = delete;
     ~Buffer() { std::free(data_); }
     Element* data() const { return data_; }
     Element& operator[](size_t i) const { return data_[i]; }
 
+    // Room for `size` elements at least; what was there is lost if it grows.
+    void reserve(size_t size) {
+        if (size <= size_) return;
+        std::free(data_);
+        data_ = static_cast<Element*>(std::aligned_alloc(64, (size * sizeof(Element) + 63) / 64 * 64));
+        if (!data_) std::abort();
+        size_ = size;
+    }
+
   private:
-    Element* data_;
+    Element* data_ = nullptr;
+    size_t size_ = 0;
 };
 
 inline Floats all(float x) { return Floats{} + x; }
@@ -139,6 +147,24 @@ struct Bf16 {
   private:
     static Words wide(const Element* from) { return __builtin_convertvector(load<Halves>(from), Words); }
 };
+
+// Up to 16 elements, as a vector that zeros fill up.
+template <class T>
+inline Floats read(const typename T::Element* from, int count) {
+    if (count == kLanes) return T::widen(from);
+    typename T::Element row[kLanes] = {};
+    std::copy_n(from, count, row);
+    return T::widen(row);
+}
+
+// The first `count` of a vector, rounded.
+template <class T>
+inline void write(Floats v, typename T::Element* to, int count) {
+    if (count == kLanes) return T::round(v, to);
+    typename T::Element row[kLanes];
+    T::round(v, row);
+    std::copy_n(row, count, to);
+}
 
 // a [rows, words] and b [words, columns], rows `stride` words apart; c [rows, columns] in floats.
 template <class Pointer>
