@@ -61,6 +61,8 @@ def fuse(view: PreTrainedModel) -> None:
     for module in reversed(list(view.modules())):  # a module after what it is made of
         for name, child in list(module.named_children()):
             kind = type(child).__name__
+            if any(p.dtype != parameter.dtype for p in child.parameters(recurse=False)):
+                continue
             if type(child) is nn.Linear and fits_linear(child.weight):
                 setattr(module, name, FusedLinear(child))
             elif kind in _NORMS:

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from rollout.block_pool import BlockCopy
+from rollout_kernels.fused import write_rows
 from rollout_kernels.plan import KVLayout
 from rollout_kernels.tiles import ROW_MULTIPLE, SEGMENT_SIZE, round_up
 
@@ -94,8 +95,8 @@ class KVCache:
 
     def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store keys and values [T * kv_heads, head_dim] at `rows` [T * kv_heads]."""
-        self.keys[layer].view(-1, self.group.head_dim).index_copy_(0, rows, keys)
-        self.values[layer].view(-1, self.group.head_dim).index_copy_(0, rows, values)
+        key_pool, value_pool = (pool[layer].view(-1, self.group.head_dim) for pool in (self.keys, self.values))
+        write_rows(keys, values, key_pool, value_pool, rows)
 
     def clear(self) -> None:
         """Overwrite what is stored: a masked position has a weight of 0, and 0 times a stale nan would be nan."""

@@ -6,7 +6,7 @@ the shares of the categories:
 
   products     linear layers            attention    scores, weights and sums of the segments
   kv           KV writes and gathers    elementwise  norms, rotary embedding, activations, copies and the like
-  sampling     log-probs and the draw   scheduler    schedule() and the attention's tile plan
+  sampling     log-probs and the draw   scheduler    schedule() and the plan of who attends what
   host         what is left of the step: Python between operations, in transformers and in this engine
 
 Bytes: the weights that are multiplied, once, and the KV of each block once, however many completions share it. Flops: 2
@@ -27,7 +27,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from bench_report import Workload, machine, make_parser, open_engine, read_workload, settings, write_json
-from rollout import RolloutEngine, model_runner, views
+from rollout import RolloutEngine, fusions, model_runner, views
 from rollout.kv_cache import KVCache
 from rollout.scheduled import ScheduledBatch
 from rollout.scheduler import Scheduler
@@ -39,6 +39,9 @@ RANGES: list[tuple[Any, str, str]] = [
     (model_runner.ModelRunner, "_plan", "scheduler"),
     (model_runner, "sample", "sampling"),
     (views, "attend", "attention"),
+    (fusions, "linear", "products"),
+    (fusions, "rms_norm", "elementwise"),
+    (fusions, "swiglu", "elementwise"),
     (KVCache, "write", "kv"),
     (KVCache, "copy_blocks", "kv"),
 ]

@@ -4,16 +4,18 @@ A row's bits depend on that row only, not on the tensor's size or the number of 
 operations, within rounding. All are differentiable, and keep only their inputs for the backward.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rollout_kernels.native import kernels
+from rollout_kernels.native import kernels, supports
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    x = x.contiguous()
+    assert x.dtype == weight.dtype
+    x, weight = x.contiguous(), weight.contiguous()
     out, dim = torch.empty_like(x), x.shape[-1]
     if not x.is_meta:
         places = x.data_ptr(), weight.data_ptr(), out.data_ptr()
@@ -36,7 +38,7 @@ class _RMSNorm(torch.autograd.Function):
         normal = wide.mul_(inverse) if x.dtype != torch.float32 else wide * inverse
         grad_weight = None
         if ctx.needs_input_grad[1]:
-            grad_weight = (grads[0] * normal.to(x.dtype)).flatten(0, -2).sum(0)
+            grad_weight = (grads[0] * normal.to(x.dtype)).reshape(-1, len(weight)).sum(0)
         grad = grads[0].float() * weight.float()
         along = (grad * normal).mean(-1, keepdim=True)
         return (grad - normal * along).mul_(inverse).to(x.dtype), grad_weight, None
@@ -51,6 +53,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    assert gate.dtype == up.dtype
     gate, up = gate.contiguous(), up.contiguous()
     out = torch.empty_like(gate)
     if not gate.is_meta:
@@ -74,7 +77,7 @@ class _SwiGLU(torch.autograd.Function):
         grad_up = (grad * silu).to(up.dtype)
         # the derivative of silu: sigmoid + silu * (1 - sigmoid)
         slope = silu.mul_(1.0 - sigmoid).add_(sigmoid)
-        return grad.mul_(up.float()).mul_(slope).to(gate.dtype), grad_up
+        return (grad * up.float()).mul_(slope).to(gate.dtype), grad_up
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -87,17 +90,20 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 def fits_linear(weight: Tensor) -> bool:
     """Whether `linear` takes a weight [N, K]: rows are a whole number of 32-bit words."""
-    return weight.is_contiguous() and weight.shape[1] * weight.element_size() % 4 == 0
+    return weight.shape[1] * weight.element_size() % 4 == 0
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    x = x.contiguous()
-    columns, depth = weight.shape
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, plain: bool = False) -> Tensor:
+    """x [..., K] times weight [N, K] transposed, or a plain weight [K, N], plus bias [N]."""
+    assert x.dtype == weight.dtype
+    x, weight = x.contiguous(), weight.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    depth, columns = weight.shape if plain else weight.shape[::-1]
     out = x.new_empty(*x.shape[:-1], columns)
     if not x.is_meta:
         places = [None if t is None else t.data_ptr() for t in (x, weight, bias, out)]
         sizes = x.numel() // depth, columns, depth
-        kernels().linear(*places, *sizes, torch.get_num_threads(), x.dtype == torch.bfloat16)
+        kernels().linear(*places, *sizes, plain, torch.get_num_threads(), x.dtype == torch.bfloat16)
     return out
 
 
@@ -106,16 +112,18 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.has_bias = bias is not None
-        return _linear(x, weight, bias)
+        return _product(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        grad = grads[0].flatten(0, -2)
+        grad, rows = grads[0].reshape(-1, len(weight)), x.reshape(-1, weight.shape[1])
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        # nothing here has to agree with the generator, and in bf16 torch is as fast
+        product = partial(_product, plain=True) if x.dtype == torch.float32 else torch.matmul
         return (
-            (grad @ weight).view_as(x) if needs_x else None,
-            grad.T @ x.flatten(0, -2) if needs_weight else None,
+            product(grad, weight).view_as(x) if needs_x else None,
+            product(grad.T, rows) if needs_weight else None,
             grad.sum(0) if needs_bias else None,
         )
 
@@ -123,6 +131,18 @@ class _Linear(torch.autograd.Function):
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., K] times weight [N, K] transposed, plus bias [N], all of one dtype; sums run in fp32."""
     if not torch.is_grad_enabled():
-        return _linear(x, weight, bias)
+        return _product(x, weight, bias)
     out: Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
     return out
+
+
+def write_rows(keys: Tensor, values: Tensor, key_pool: Tensor, value_pool: Tensor, rows: Tensor) -> None:
+    """Rows of keys and values [R, D] go to `rows` [R] (int64) of contiguous pools [N, D], of one dtype."""
+    if not supports(keys.device, keys.dtype):
+        key_pool.index_copy_(0, rows, keys)
+        value_pool.index_copy_(0, rows, values)
+    elif not keys.is_meta:
+        assert keys.dtype == values.dtype == key_pool.dtype
+        keys, values = keys.contiguous(), values.contiguous()
+        places = [x.data_ptr() for x in (keys, values, key_pool, value_pool, rows)]
+        kernels().write_rows(*places, len(rows), keys.shape[1] * keys.element_size())

@@ -9,6 +9,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -26,7 +27,7 @@ from rollout_kernels.plan import AttentionPlan
 logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).with_name("cpu")
-_FLAGS = ["-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC"]
+_FLAGS = ["-O3", "-march=native", "-ffp-contract=fast", "-std=c++17", "-fopenmp", "-fPIC"]
 
 
 class _Attention(ctypes.Structure):
@@ -45,12 +46,14 @@ class _Attention(ctypes.Structure):
 _ARGUMENTS = {
     "segment_attention": [ctypes.POINTER(_Attention)],
     "segment_attention_backward": [ctypes.POINTER(_Attention)],
-    # x, weight, bias, out, rows, columns, depth, threads, whether bf16
-    "linear": [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 3 + [ctypes.c_int] * 2,
+    # x, weight, bias, out, rows, columns, depth, whether the weight is [depth, columns], threads, whether bf16
+    "linear": [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 3 + [ctypes.c_int] * 3,
     # x, weight, out, rows, columns, eps, threads, whether bf16
     "row_rms_norm": [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 2 + [ctypes.c_float] + [ctypes.c_int] * 2,
     # gate, up, out, elements, threads, whether bf16
     "gated_silu": [ctypes.c_void_p] * 3 + [ctypes.c_int64] + [ctypes.c_int] * 2,
+    # keys, values, their pools, rows, how many rows, bytes of a row
+    "write_rows": [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 2,
 }
 
 
@@ -67,18 +70,19 @@ def library() -> ctypes.CDLL | None:
         raise ValueError(f"COWROLL_KERNELS={wanted!r}: set it to native or torch, or leave it out")
     if wanted == "torch" or platform.system() != "Linux":
         return None
-    compiler = os.environ.get("CXX") or shutil.which("g++")
-    if compiler is None:
-        logger.warning("no C++ compiler (g++, or $CXX): attention runs in torch operations, which takes longer")
+    compiler = shlex.split(os.environ.get("CXX", "")) or ["g++"]
+    if shutil.which(compiler[0]) is None:
+        logger.warning(
+            "no C++ compiler (%s; CXX names another): the model runs in torch operations, which takes longer",
+            compiler[0],
+        )
         return None
     try:
         loaded = ctypes.CDLL(str(_built(compiler)))
-    except (OSError, subprocess.CalledProcessError) as error:
+    except (OSError, RuntimeError, subprocess.CalledProcessError) as error:  # RuntimeError: there is no home directory
         output = getattr(error, "stderr", "") or ""
         logger.warning(
-            "%s could not build the kernels in %s, so attention runs in torch operations, which takes longer: %s\n%s",
-            compiler,
-            SOURCES.name,
+            "the kernels could not be built, so the model runs in torch operations, which takes longer: %s\n%s",
             error,
             output,
         )
@@ -101,13 +105,15 @@ def kernels() -> ctypes.CDLL:
     return loaded
 
 
-def _built(compiler: str) -> Path:
+def _built(compiler: list[str]) -> Path:
     """Path of the compiled library for this source, compiler and kind of CPU; compiled if it is not there yet."""
     cpu = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")), "")
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
     sources = sorted(SOURCES.glob("*.cpp"))
     texts = [path.read_text() for path in (*sources, *sorted(SOURCES.glob("*.h")))]
-    digest = hashlib.sha256("\0".join((*texts, *_FLAGS, version, cpu, platform.machine())).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(
+        "\0".join((*texts, *_FLAGS, *compiler, version, cpu, platform.machine())).encode()
+    ).hexdigest()[:16]
     target = cache_directory() / "kernels" / f"{digest}.so"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -115,13 +121,15 @@ def _built(compiler: str) -> Path:
         with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
 
             def run(*arguments: str | Path) -> None:
-                subprocess.run([compiler, *arguments], cwd=scratch, capture_output=True, text=True, check=True)
+                subprocess.run([*compiler, *arguments], cwd=scratch, capture_output=True, text=True, check=True)
 
             run(*_FLAGS, "-c", *sources)
             # linked without OpenMP's library: its symbols are those of the one that torch has loaded, so that there is
             # one pool of threads and not two
             run("-shared", "-o", target.name, *(f"{path.stem}.o" for path in sources))
-            (Path(scratch) / target.name).replace(target)
+            linked = Path(scratch) / target.name
+            ctypes.CDLL(str(linked))  # what cannot be loaded is not kept
+            linked.replace(target)
     return target
 
 

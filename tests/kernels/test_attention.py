@@ -2,6 +2,8 @@
 
 Bit-equality is proved along a chain: a row in a pack = the row alone; the row in any chunk = the row alone; the row
 among siblings over a shared prefix = the row alone. All against the same KV in different storage.
+
+Every test runs with the compiled kernels and with torch operations.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rollout_kernels import plan
+from rollout_kernels import native, plan
 from rollout_kernels.attention import attend, training_attention
 from rollout_kernels.plan import AttentionPlan, KVLayout, QuerySpan
 
@@ -25,6 +27,15 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=[
 HEAD_DIMS = pytest.mark.parametrize("dim", [16, 32, 48, 64])
 HEADS = pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 1), (5, 5)], ids=str)
 WINDOWS = pytest.mark.parametrize("window", [None, 1, 10, 64, 100])
+
+
+@pytest.fixture(params=["compiled", "torch"], autouse=True)
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What computes attention in this test."""
+    if request.param == "torch":
+        monkeypatch.setattr(native, "library", lambda: None)
+    elif native.library() is None:
+        pytest.skip("no compiled kernels here")
 
 
 @dataclass
@@ -299,6 +310,7 @@ def test_cutting_a_prefill_changes_no_bit(
 
 
 @DTYPES
+@pytest.mark.parametrize("implementation", ["torch"], indirect=True)
 def test_splitting_batches_of_tiles_changes_no_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     pack = pack_of()
     q, k, v = inputs(pack.num_rows, 4, 2, 32, dtype)

@@ -42,8 +42,9 @@ class Task {
             std::memcpy(&query_[r * words_], static_cast<const Element*>(call_.q) + at * dim_, words_ * sizeof(Word));
             const float* state = call_.states + at * (dim_ + kLanes + 1);
             reference_[r] = goes_on ? state[dim_ + kLanes] : -kInfinity;
-            if (goes_on) std::copy_n(state, dim_, &sums_[r * dim_]), std::copy_n(state + dim_, kLanes, &totals_[r * kLanes]);
-            else std::fill_n(&sums_[r * dim_], dim_, 0.0f), std::fill_n(&totals_[r * kLanes], kLanes, 0.0f);
+            float *sums = &sums_[r * dim_], *totals = &totals_[r * kLanes];
+            if (goes_on) std::copy_n(state, dim_, sums), std::copy_n(state + dim_, kLanes, totals);
+            else std::fill_n(sums, dim_, 0.0f), std::fill_n(totals, kLanes, 0.0f);
         }
     }
 
@@ -70,10 +71,12 @@ class Task {
         if (any(top > reference_[r] + kSlack)) {
             const float reference = max_of(top), shrink = exp2(all(reference_[r] - reference))[0];
             total *= shrink;
-            for (int d = 0; d < dim_; d += kLanes) store(&sums_[r * dim_ + d], load<Floats>(&sums_[r * dim_ + d]) * shrink);
+            for (float* sum = &sums_[r * dim_]; sum < &sums_[(r + 1) * dim_]; sum += kLanes)
+                store(sum, load<Floats>(sum) * shrink);
             reference_[r] = reference;
         }
-        const float reference = reference_[r] == -kInfinity ? 0.0f : reference_[r];  // of a row that has seen nothing yet
+        // of a row that has seen nothing yet
+        const float reference = reference_[r] == -kInfinity ? 0.0f : reference_[r];
         for (int v = 0; v < segment.vectors(); ++v) {
             const Floats weight = exp2(score[v] - reference);
             T::round(weight, &weights_[r * kSegment + v * kLanes]);
@@ -94,7 +97,7 @@ class Task {
         for (int r = 0; r < rows.size(); ++r) {
             const int64_t at = rows.place(r);
             Element* out = static_cast<Element*>(call_.out) + at * dim_;
-            const float total = sum_of(load<Floats>(&totals_[r * kLanes])), inverse = total == 0 ? 0.0f : 1.0f / total;
+            const float total = sum_of(load<Floats>(&totals_[r * kLanes])), inverse = 1.0f / total;
             for (int d = 0; d < dim_; d += kLanes) T::round(load<Floats>(&sums_[r * dim_ + d]) * inverse, out + d);
             call_.lse[at] = reference_[r] + std::log2(total);
         }

@@ -17,7 +17,7 @@ struct Span {
     int64_t row_begin, row_end, unit_begin, first_segment, num_segments, goes_on;
 };
 
-// T rows, D head size (a multiple of 16). q, out and their gradients are [T, heads, D]; keys and values [units, unit, D].
+// T rows, D head size, a multiple of 16. q, out and their gradients: [T, heads, D]. keys and values: [units, unit, D].
 struct Attention {
     const void *q, *keys, *values;
     void* out;

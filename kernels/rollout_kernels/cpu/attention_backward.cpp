@@ -37,7 +37,8 @@ class BackwardTask {
 
   private:
     void start(const TaskRows& rows) {
-        const auto *q = static_cast<const Element*>(call_.q), *grad_out = static_cast<const Element*>(call_.grad_out);
+        const auto* q = static_cast<const Element*>(call_.q);
+        const auto* grad_out = static_cast<const Element*>(call_.grad_out);
         for (int r = 0; r < rows.size(); ++r) {
             std::memcpy(&query_[r * words_], q + rows.place(r) * dim_, words_ * sizeof(Word));
             std::memcpy(&grad_out_[r * words_], grad_out + rows.place(r) * dim_, words_ * sizeof(Word));
@@ -64,8 +65,10 @@ class BackwardTask {
         segment.by_word(values, words_, values_.data());
         segment.by_position<T>(keys, dim_, keys_by_position_.data());
         const int size = rows.size(), vectors = segment.vectors();
-        product<T>(size, vectors, {query_.data(), words_}, {keys_.data(), kSegment}, {scores_.data(), kSegment}, words_, false);
-        product<T>(size, vectors, {grad_out_.data(), words_}, {values_.data(), kSegment}, {grad_weights_.data(), kSegment}, words_, false);
+        product<T>(size, vectors, {query_.data(), words_}, {keys_.data(), kSegment}, {scores_.data(), kSegment}, words_,
+                   false);
+        product<T>(size, vectors, {grad_out_.data(), words_}, {values_.data(), kSegment},
+                   {grad_weights_.data(), kSegment}, words_, false);
         for (int r = 0; r < size; ++r) weigh(rows, r, segment);
         product<T>(size, dim_ / kLanes, {reinterpret_cast<Word*>(grad_scores_.data()), kSegment / T::kPerWord},
                    {keys_by_position_.data(), dim_}, {grad_query_.data(), dim_}, vectors * kLanes / T::kPerWord, true);
@@ -97,7 +100,8 @@ class BackwardTask {
             for (int i = 0; i < kLanes; ++i) rows[i] = &by_row_[(w + i) * kSegment];
             transpose_rows(rows, positions, &transposed_[w], row_words_);
         }
-        product<T>(segment.visible, dim_ / kLanes, {transposed_.data(), row_words_}, {other, dim_}, {grad_segment_.data(), dim_}, words, false);
+        product<T>(segment.visible, dim_ / kLanes, {transposed_.data(), row_words_}, {other, dim_},
+                   {grad_segment_.data(), dim_}, words, false);
         for (int p = 0; p < segment.visible; ++p)
             for (int d = 0; d < dim_; ++d) total[segment.at[p] + d] += grad_segment_[p * dim_ + d];
     }
@@ -105,7 +109,8 @@ class BackwardTask {
     Attention call_;
     int dim_, words_, row_words_;
     size_t padded_;  // rows, as many as whole vectors of words hold
-    Buffer<Word> query_, grad_out_, query_by_row_, grad_out_by_row_, keys_, values_, keys_by_position_, by_row_, transposed_;
+    Buffer<Word> query_, grad_out_, query_by_row_, grad_out_by_row_, keys_, values_, keys_by_position_;
+    Buffer<Word> by_row_, transposed_;
     Buffer<float> scores_, grad_weights_, grad_query_, grad_segment_;
     Buffer<Element> weights_, grad_scores_;
 };

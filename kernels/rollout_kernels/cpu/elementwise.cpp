@@ -51,8 +51,8 @@ void swiglu(const void* gate, const void* up, void* out, int64_t size, int threa
     for (int64_t begin = 0; begin < size; begin += kRow)
         each_vector(std::min(kRow, size - begin), [&](int64_t i, int count) {
             const Floats x = read<T>(static_cast<const Element*>(gate) + begin + i, count);
-            const Floats exponent = x * -1.44269504f, capped = exponent < 126.0f ? exponent : all(126.0f);
-            const Floats silu = x / (1.0f + exp2(x == x ? capped : x));
+            const Floats exponent = x * -1.44269504f;
+            const Floats silu = exponent > 126.0f ? x * 0.0f : x / (1.0f + exp2(exponent));
             const Floats factor = read<T>(static_cast<const Element*>(up) + begin + i, count);
             write<T>(rounded<T>(silu) * factor, static_cast<Element*>(out) + begin + i, count);
         });
@@ -69,4 +69,15 @@ extern "C" void row_rms_norm(
 extern "C" void gated_silu(const void* gate, const void* up, void* out, int64_t size, int threads, int bf16) {
     if (bf16) swiglu<Bf16>(gate, up, out, size, threads);
     else swiglu<Fp32>(gate, up, out, size, threads);
+}
+
+// Row i of `keys` and `values` goes to row rows[i] of the pools.
+extern "C" void write_rows(
+    const void* keys, const void* values, void* key_pool, void* value_pool, const int64_t* rows, int64_t count,
+    int64_t bytes) {
+    for (int64_t i = 0; i < count; ++i) {
+        const int64_t from = i * bytes, to = rows[i] * bytes;
+        std::memcpy(static_cast<char*>(key_pool) + to, static_cast<const char*>(keys) + from, bytes);
+        std::memcpy(static_cast<char*>(value_pool) + to, static_cast<const char*>(values) + from, bytes);
+    }
 }

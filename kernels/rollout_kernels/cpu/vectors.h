@@ -82,7 +82,9 @@ inline bool any(Ints truth) {
 #ifdef __AVX512F__
     return _mm512_movepi32_mask((__m512i)truth);
 #else
-    return max_of(reinterpret_cast<Floats>(truth & 1)) > 0;
+    for (int i = 0; i < kLanes; ++i)
+        if (truth[i]) return true;
+    return false;
 #endif
 }
 
@@ -93,13 +95,13 @@ inline float sum_of(Floats v) {
 
 // 2 ** x within 2e-7 of it, for x <= 127; 0 where x < -125. Coefficients of Cephes' exp2f.
 inline Floats exp2(Floats x) {
-    const Floats shift = all(12582912.0f);  // 1.5 * 2 ** 23: adding it rounds to a whole number, which lies in the low bits
+    const Floats shift = all(12582912.0f);  // 1.5 * 2 ** 23: the sum's low bits hold x rounded to a whole number
     const Floats shifted = x + shift, f = x - (shifted - shift);
     Floats y = all(1.535336188e-4f);
     for (float c : {1.339887440e-3f, 9.618437357e-3f, 5.550332471e-2f, 2.402264791e-1f, 6.931472029e-1f, 1.0f})
         y = y * f + c;
-    const Ints scaled = reinterpret_cast<Ints>(y) + (reinterpret_cast<Ints>(shifted) << 23);
-    return x < -125.0f ? Floats{} : reinterpret_cast<Floats>(scaled);
+    const Floats power = reinterpret_cast<Floats>((reinterpret_cast<Ints>(shifted) << 23) + (127 << 23));
+    return x < -125.0f ? Floats{} : y * power;
 }
 
 struct Fp32 {
@@ -131,9 +133,7 @@ struct Bf16 {
 #endif
     }
     // 16 columns of as many rows as a word has elements, as words
-    static Words pair(const Element* low, const Element* high) {
-        return wide(low) | (wide(high) << 16);
-    }
+    static Words pair(const Element* low, const Element* high) { return wide(low) | (wide(high) << 16); }
     static Floats widen(const Element* from) { return reinterpret_cast<Floats>(wide(from) << 16); }
     static void round(Floats v, Element* to) {  // to nearest, ties to even
 #ifdef __AVX512BF16__
@@ -179,9 +179,7 @@ using FloatMatrix = Matrix<float*>;
 
 template <class T, int ROWS, int VECTORS>
 inline void block_product(WordMatrix a, WordMatrix b, FloatMatrix c, int words, bool add) {
-    Floats sum[ROWS][VECTORS];
-    for (int r = 0; r < ROWS; ++r)
-        for (int j = 0; j < VECTORS; ++j) sum[r][j] = add ? load<Floats>(c.at(r, kLanes * j).data) : Floats{};
+    Floats sum[ROWS][VECTORS] = {};
     for (int w = 0; w < words; ++w) {
         Words row[VECTORS];
         for (int j = 0; j < VECTORS; ++j) row[j] = load<Words>(b.at(w, kLanes * j).data);
@@ -191,7 +189,10 @@ inline void block_product(WordMatrix a, WordMatrix b, FloatMatrix c, int words, 
             for (int j = 0; j < VECTORS; ++j) sum[r][j] = T::step(sum[r][j], *a.at(r, w).data, row[j]);
     }
     for (int r = 0; r < ROWS; ++r)
-        for (int j = 0; j < VECTORS; ++j) store(c.at(r, kLanes * j).data, sum[r][j]);
+        for (int j = 0; j < VECTORS; ++j) {
+            float* to = c.at(r, kLanes * j).data;
+            store(to, add ? load<Floats>(to) + sum[r][j] : sum[r][j]);
+        }
 }
 
 template <class T, int VECTORS>
@@ -206,8 +207,9 @@ inline void panel_product(int rows, WordMatrix a, WordMatrix b, FloatMatrix c, i
 template <class T>
 void product(int rows, int vectors, WordMatrix a, WordMatrix b, FloatMatrix c, int words, bool add) {
     int v = 0;
-    for (; v + 4 <= vectors; v += 4) panel_product<T, 4>(rows, a, b.at(0, kLanes * v), c.at(0, kLanes * v), words, add);
-    for (; v < vectors; ++v) panel_product<T, 1>(rows, a, b.at(0, kLanes * v), c.at(0, kLanes * v), words, add);
+    for (; v + 4 <= vectors; v += 4, b = b.at(0, 4 * kLanes), c = c.at(0, 4 * kLanes))
+        panel_product<T, 4>(rows, a, b, c, words, add);
+    for (; v < vectors; ++v, b = b.at(0, kLanes), c = c.at(0, kLanes)) panel_product<T, 1>(rows, a, b, c, words, add);
 }
 
 // 16 words of each of 16 rows -> out[word * stride + row].

@@ -1,0 +1,367 @@
+"""Building and loading the compiled kernels, what stands in for them, and that they need no particular CPU."""
+
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rollout_kernels import native
+from rollout_kernels.attention import training_attention
+from rollout_kernels.fused import linear, rms_norm, swiglu
+from rollout_kernels.plan import AttentionPlan, KVLayout, QuerySpan
+
+CPU = torch.device("cpu")
+COMPILED = pytest.mark.usefixtures("compiler")
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+EPS = 1e-6
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """The library has not been looked for yet, and its cache is empty; returns where the cache keeps libraries."""
+    for name in ("COWROLL_KERNELS", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("COWROLL_CACHE", str(tmp_path / "cache"))
+    native.library.cache_clear()
+    yield tmp_path / "cache" / "kernels"
+    native.library.cache_clear()
+
+
+@pytest.fixture
+def compiler() -> None:
+    """For a test that needs kernels that can be built."""
+    if native.library() is None:
+        pytest.skip("no compiled kernels here")
+
+
+def script(path: Path, text: str) -> Path:
+    """An executable shell script."""
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def python(code: str, **environment: str) -> subprocess.Popen[str]:
+    """A process that runs this and prints; it builds without optimisation, which is quicker."""
+    code = f"from rollout_kernels import native\nnative._FLAGS[0] = '-O0'\n{code}"
+    arguments, pipe = [sys.executable, "-c", code], subprocess.PIPE
+    return subprocess.Popen(arguments, env=os.environ | environment, stdout=pipe, stderr=pipe, text=True)
+
+
+def printed(process: subprocess.Popen[str]) -> str:
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    return out
+
+
+# -- which kernels ------------------------------------------------------------------------------------------------
+
+
+def test_torch_operations_can_be_asked_for(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COWROLL_KERNELS", "torch")
+    assert native.library() is None
+    assert native.identity() == "torch"
+    assert not native.supports(CPU, torch.float32)
+    assert not fresh.exists()
+
+
+def test_another_choice_is_refused(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COWROLL_KERNELS", "fast")
+    with pytest.raises(ValueError, match="COWROLL_KERNELS='fast'"):
+        native.library()
+
+
+def warned(caplog: pytest.LogCaptureFixture) -> str:
+    """The one warning of a look for the library, in vain."""
+    with caplog.at_level(logging.WARNING, logger=native.__name__):
+        assert native.library() is None
+        assert native.library() is None
+    assert native.identity() == "torch"
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    return record.getMessage()
+
+
+def test_without_a_compiler_a_warning_says_so(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "no C++ compiler" in warned(caplog)
+
+
+@pytest.mark.parametrize("compiler", ["/bin/false", "/no/such/compiler"])
+def test_a_compiler_that_fails_is_named(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, compiler: str
+) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    assert compiler in warned(caplog)
+
+
+@COMPILED
+def test_a_cache_that_cannot_be_written_is_named(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("COWROLL_CACHE", str(tmp_path / "file" / "below"))
+    assert str(tmp_path / "file" / "below") in warned(caplog)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "expected"),
+    [
+        ("cpu", torch.float32, True),
+        ("cpu", torch.bfloat16, True),
+        ("meta", torch.bfloat16, True),
+        ("cpu", torch.float64, False),
+        ("cpu", torch.float16, False),
+        ("meta", torch.float64, False),
+        ("cuda", torch.float32, False),
+    ],
+    ids=str,
+)
+@COMPILED
+def test_what_the_kernels_support(kind: str, dtype: torch.dtype, expected: bool) -> None:
+    assert native.supports(torch.device(kind), dtype) is expected
+
+
+@COMPILED
+def test_meta_stands_for_another_device_within_only() -> None:
+    meta = torch.device("meta")
+    with native.meta_stands_for(torch.device("cuda")):
+        assert not native.supports(meta, torch.float32)
+        assert native.supports(CPU, torch.float32)
+        with native.meta_stands_for(CPU):
+            assert native.supports(meta, torch.float32)
+        assert not native.supports(meta, torch.float32)
+    assert native.supports(meta, torch.float32)
+
+
+# -- the build ----------------------------------------------------------------------------------------------------
+
+STUB = """case "$*" in
+*--version*) echo stub 1 ;;
+*) {work} ;;
+esac"""
+OUTPUT = 'while [ "$1" != -o ]; do shift; done; echo half > "$2"'
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        "for f in linear attention; do echo half > $f.o; done; echo no room >&2; exit 1",
+        f"case $* in *-shared*) {OUTPUT}; echo no room >&2; exit 1 ;; esac",
+    ],
+    ids=["compiling", "linking"],
+)
+def test_a_build_that_breaks_off_leaves_nothing(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path, work: str
+) -> None:
+    monkeypatch.setenv("CXX", str(script(tmp_path / "compiler", STUB.format(work=work))))
+    assert "no room" in warned(caplog)
+    assert list(fresh.iterdir()) == []
+
+
+def test_what_is_not_a_library_is_not_loaded(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    work = f"case $* in *-shared*) {OUTPUT} ;; esac"
+    monkeypatch.setenv("CXX", str(script(tmp_path / "compiler", STUB.format(work=work))))
+    assert "could not be built" in warned(caplog)
+    assert list(fresh.iterdir()) == []
+
+
+@COMPILED
+def test_a_library_is_built_once(fresh: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By one process; later ones, and later looks, find it there."""
+    log = tmp_path / "log"
+    compiler = script(tmp_path / "compiler", f'echo "$1" >> {log}; exec {shutil.which("g++")} "$@"')
+    code = "assert native.identity() != 'torch'; native.library.cache_clear(); print(native.identity())"
+    first = printed(python(code, CXX=str(compiler))).strip()
+    (built,) = fresh.iterdir()
+    assert built.name == f"{first}.so"
+    before = built.stat().st_mtime_ns
+    assert printed(python(code, CXX=str(compiler))).strip() == first
+    assert [path.stat().st_mtime_ns for path in fresh.iterdir()] == [before]
+    assert log.read_text().split() == ["--version", "-O0", "-shared", "--version", "--version", "--version"]
+
+
+@COMPILED
+def test_two_processes_may_build_at_once(fresh: Path, tmp_path: Path) -> None:
+    """Each waits, when it has found the cache empty, for the other to be there too."""
+    wait = f"touch {tmp_path}/at.$PPID; while [ $(ls {tmp_path}/at.* | wc -l) -lt 2 ]; do sleep 0.05; done"
+    meet = f'case "$*" in *-c*) {wait} ;; esac'
+    compiler = script(tmp_path / "compiler", f'{meet}\nexec {shutil.which("g++")} "$@"')
+    code = (
+        "import torch; from rollout_kernels.fused import linear\n"
+        "print(native.identity(), linear(torch.full((3, 4), 2.0), torch.full((5, 4), 3.0)).unique().tolist())"
+    )
+    outs = [printed(process) for process in [python(code, CXX=str(compiler)) for _ in range(2)]]
+    assert [path.suffix for path in fresh.iterdir()] == [".so"]
+    assert outs == [f"{next(fresh.iterdir()).stem} [24.0]\n"] * 2
+
+
+@COMPILED
+def test_kernels_run_in_torchs_own_pool_of_threads() -> None:
+    """One library of OpenMP in the process, torch's."""
+    code = (
+        "import torch; from rollout_kernels.fused import linear\n"
+        "torch.set_num_threads(2); linear(torch.ones(900, 64), torch.ones(900, 64))\n"
+        "print(*{line.split()[-1] for line in open('/proc/self/maps') if 'omp' in line.split('/')[-1]}, sep='\\n')"
+    )
+    paths = [Path(line) for line in printed(python(code)).split()]
+    assert len(paths) == 1
+    assert paths[0].name.startswith("libgomp")
+
+
+# -- values, with AVX-512 and without -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def portable_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("portable")
+
+
+@pytest.fixture(params=["native", "portable"])
+def build(
+    request: pytest.FixtureRequest, compiler: None, monkeypatch: pytest.MonkeyPatch, portable_cache: Path
+) -> Iterator[None]:
+    """The kernels for this CPU, or those for one of its kind without AVX-512."""
+    if request.param == "portable":
+        if platform.machine() not in ("x86_64", "AMD64"):
+            pytest.skip("AVX-512 is of x86-64")
+        usual = native.identity()
+        monkeypatch.setattr(native, "_FLAGS", [*native._FLAGS, "-mno-avx512f"])
+        monkeypatch.setenv("COWROLL_CACHE", str(portable_cache))
+        native.library.cache_clear()
+        assert native.identity() not in ("torch", usual)
+    yield
+    native.library.cache_clear()
+
+
+def randoms(*shapes: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """q, k and v [heads, T, D]."""
+    heads, size, _ = q.shape
+    span = QuerySpan(np.arange(size), np.arange(1, size + 1), np.arange(size))
+    layout = KVLayout(len(k), heads // len(k), 1, size)
+    return training_attention(q.transpose(0, 1).contiguous(), k, v, AttentionPlan([span], layout, CPU)).transpose(0, 1)
+
+
+def plain_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    mask = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).tril()
+    k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
+    return (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~mask, -torch.inf).softmax(-1) @ v
+
+
+def plain_norm(x: Tensor, weight: Tensor) -> Tensor:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return weight * F.rms_norm(wide, wide.shape[-1:], eps=EPS).to(x.dtype)
+
+
+QKV = ((4, 150, 32), (2, 150, 32), (2, 150, 32))
+CASES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
+    "linear": (linear, F.linear, ((400, 72), (100, 72), (100,))),
+    "rms_norm": (lambda x, w: rms_norm(x, w, EPS), plain_norm, ((400, 100), (100,))),
+    "swiglu": (swiglu, lambda g, u: F.silu(g) * u, ((400, 100), (400, 100))),
+    "attention": (causal, plain_causal, QKV),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@DTYPES
+def test_values_and_gradients_equal_fp64(build: None, case: str, dtype: torch.dtype) -> None:
+    """Errors at most 1.75 times those of torch in the same dtype; its fp32 sums may be of more and shorter ones."""
+    ours, plain, shapes = CASES[case]
+    *tensors, upstream = randoms(*shapes, ours(*randoms(*shapes, dtype=dtype)).shape, dtype=dtype)
+    results = []
+    for function, kind in ((ours, dtype), (plain, dtype), (plain, torch.float64)):
+        leaves = [x.to(kind, copy=True).requires_grad_() for x in tensors]
+        out = function(*leaves)
+        results.append([out.detach(), *torch.autograd.grad(out, leaves, upstream.to(kind, copy=True))])
+    for mine, usual, exact in zip(*results, strict=True):
+        assert mine.dtype == dtype
+        assert (mine - exact).norm() <= 1.75 * (usual - exact).norm()
+
+
+@pytest.mark.parametrize("row", [0, 17, 63, 64, 149])
+@DTYPES
+def test_a_row_has_the_bits_of_the_row_alone(build: None, threads: int, dtype: torch.dtype, row: int) -> None:
+    """Row-wise kernels give the row of a batch; attention gives the last row of what ends there."""
+    alone = slice(row, row + 1)
+    for case in ("linear", "rms_norm", "swiglu"):
+        function, _, shapes = CASES[case]
+        x, *others = randoms(*shapes, dtype=dtype)
+        own = [y[alone] if case == "swiglu" else y for y in others]
+        assert torch.equal(function(x[alone], *own), function(x, *others)[alone]), case
+    q, k, v = randoms(*QKV, dtype=dtype)
+    span = QuerySpan(np.array([0]), np.array([row + 1]), np.arange(row + 1))
+    plan = AttentionPlan([span], KVLayout(2, 2, 1, 150), CPU)
+    single = training_attention(q[:, alone].transpose(0, 1).contiguous(), k, v, plan)[0]
+    assert torch.equal(single, causal(q, k, v)[:, row])
+
+
+def test_bf16_is_rounded_to_the_nearest_and_ties_to_even(build: None) -> None:
+    """Sums that lie between two bf16 numbers, or are none."""
+    terms = [(1, 2**-8), (1, 3 * 2**-8), (-1, -(2**-8)), (1, 1.5 * 2**-8), (1, 2**-9), (torch.inf, 1), (torch.nan, 1)]
+    out = linear(torch.tensor(terms, dtype=torch.bfloat16), torch.ones(1, 2, dtype=torch.bfloat16))[:, 0]
+    expected = [1, 1 + 2**-6, -1, 1 + 2**-7, 1, torch.inf, torch.nan]
+    assert out.tolist() == pytest.approx(expected, rel=0, abs=0, nan_ok=True)
+
+
+# -- nan ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", [0, 5, 63, 64, 149])
+@DTYPES
+def test_nan_in_a_query_reaches_its_row_only(build: None, dtype: torch.dtype, place: int) -> None:
+    q, k, v = randoms(*QKV, dtype=dtype)
+    clean = causal(q, k, v)
+    q[1, place, 3] = torch.nan
+    out = causal(q, k, v)
+    assert out[1, place].isnan().all()
+    out[1, place] = clean[1, place]
+    assert torch.equal(out, clean)
+
+
+@pytest.mark.parametrize("place", [0, 5, 63, 64, 149])
+@DTYPES
+def test_nan_in_a_key_reaches_the_rows_that_see_it_only(build: None, dtype: torch.dtype, place: int) -> None:
+    q, k, v = randoms(*QKV, dtype=dtype)
+    clean = causal(q, k, v)
+    k[1, place, 3] = torch.nan
+    out = causal(q, k, v)
+    assert out[2:, place:].isnan().all()
+    out[2:, place:] = clean[2:, place:]
+    assert torch.equal(out, clean)
+
+
+def test_any_nan_in_a_query_reaches_its_row(build: None) -> None:
+    q, k, v = randoms(*QKV, dtype=torch.float32)
+    q[0, 9, 3] = torch.tensor([0x7FC00001], dtype=torch.int32).view(torch.float32)[0]
+    assert causal(q, k, v)[0, 9].isnan().all()
+
+
+@pytest.mark.parametrize("build", ["portable"], indirect=True)
+def test_flushing_denormals_changes_nothing(build: None) -> None:
+    q, k, v = randoms(*QKV, dtype=torch.float32)
+    expected = causal(20 * q, 20 * k, v)
+    torch.set_flush_denormal(True)
+    try:
+        out = causal(20 * q, 20 * k, v)
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(out, expected)
