@@ -188,7 +188,9 @@ inline void block_product(WordMatrix a, WordMatrix b, FloatMatrix c, int words, 
 #pragma GCC unroll 8
             for (int j = 0; j < VECTORS; ++j) sum[r][j] = T::step(sum[r][j], *a.at(r, w).data, row[j]);
     }
+#pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 8
         for (int j = 0; j < VECTORS; ++j) {
             float* to = c.at(r, kLanes * j).data;
             store(to, add ? load<Floats>(to) + sum[r][j] : sum[r][j]);
