@@ -23,7 +23,7 @@ from rollout.scoring import score_tokens
 from rollout.sequence import Request
 from rollout.sequence import Sequence as Seq
 from rollout.views import make_view, training_view
-from rollout_kernels.native import meta_stands_for
+from rollout_kernels.native import meta_stands_for, supports
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 _DEPTHS = (2, 4)
@@ -113,9 +113,11 @@ def training_peak(
     def at(num_layers: int) -> TrainingPeak:
         model = skeleton(_shallow(config, num_layers), dtype)
         view = training_view(model, exact=exact, gradient_checkpointing=gradient_checkpointing)
-        # tiles and masks are made by the first forward and kept
+        # what attention works out once per pack and keeps
         fresh = replace(pack, plan=replace(pack.plan))
         with meta_stands_for(device):
+            if not supports(META, dtype):
+                _ = fresh.plan.tiles  # come from the host, and are not counted
             return _backward_peak(view, lambda: backward(view, fresh), accumulated)
 
     if depth <= _DEPTHS[1]:

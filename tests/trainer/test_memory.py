@@ -22,6 +22,7 @@ import tiny_models
 from rollout import RolloutConfig
 from rollout.ledger import GIB, MIB, show_bytes
 from rollout.memory import sized_for
+from rollout_kernels.native import supports
 from trainer.__main__ import CONFIG_DIRECTORY, run_training
 from trainer.config import ConfigError, OptimConfig, TrainerConfig, parse_config
 from trainer.loop import _update, train
@@ -121,8 +122,8 @@ def test_an_update_takes_what_the_ledger_says(
 ) -> None:
     """Against the allocator's records of a real update, of prompts and rollouts that are all as long as can be.
 
-    What a CPU's bf16 products copy inside is not foreseen: up to 4 % at these sizes. The ledger counts with full packs:
-    220 tokens are a prompt and three rollouts.
+    What torch's bf16 products copy inside is not foreseen: up to 4 % at these sizes where they run the backward only,
+    6 % where they run the forward too. The ledger counts with full packs: 220 tokens are a prompt and three rollouts.
     """
     shape = ["sampling.max_new_tokens=60", "sampling.ignore_eos=true"]
     shape += [f"algorithm.micro_batch_tokens={micro_batch_tokens}"]
@@ -132,7 +133,8 @@ def test_an_update_takes_what_the_ledger_says(
     peak = tiny_models.allocated_peak(lambda: _update(run, groups, advantages, 0))
     run.close()
     rows = rows_of(run)
-    assert 0.95 * peak <= rows["fp32 gradients"][1] + rows["activations and logits"][1] <= 1.1 * peak
+    least = 0.95 if supports(run.engine.device, dtype) else 0.94
+    assert least * peak <= rows["fp32 gradients"][1] + rows["activations and logits"][1] <= 1.1 * peak
 
 
 # -- a machine that is too small ----------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import tiny_models
 from rollout import RolloutError, generate_rollouts
+from rollout_kernels import native
 from trainer.__main__ import CONFIG_DIRECTORY
 from trainer.config import ConfigError, TrainerConfig, parse_config
 from trainer.loop import train
@@ -233,6 +234,19 @@ def test_a_resume_with_another_learning_rate_is_refused(tmp_path: Path) -> None:
     run_once(tmp_path, "steps=1", "checkpoint.every=1")
     with pytest.raises(ConfigError, match=r"optim\.lr: the run began with"):
         prepare(configure(tmp_path, "steps=2", "resume=auto", "optim.lr=0.5"))
+
+
+def test_a_resume_on_other_kernels_or_threads_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, restore_threads: None
+) -> None:
+    run_once(tmp_path, "steps=1", "checkpoint.every=1")
+    began, threads = native.identity(), torch.get_num_threads()
+    monkeypatch.setattr(native, "library", lambda: None)
+    torch.set_num_threads(threads + 1)
+    prepare(configure(tmp_path, "steps=2", "resume=auto")).close()
+    told = [m for m in caplog.messages if m.startswith("the run began")]
+    expected = [f"{threads} threads and goes on with {threads + 1}", f"kernels {began} and goes on with torch"]
+    assert told == [f"the run began with {what}" for what in expected][: 1 if began == "torch" else 2]
 
 
 def test_resuming_from_an_earlier_checkpoint_drops_the_later_ones(tmp_path: Path) -> None:
