@@ -112,10 +112,10 @@ def training_peak(
 
     def at(num_layers: int) -> TrainingPeak:
         model = skeleton(_shallow(config, num_layers), dtype)
-        view = training_view(model, exact=exact, gradient_checkpointing=gradient_checkpointing)
         # what attention works out once per pack and keeps
         fresh = replace(pack, plan=replace(pack.plan))
         with meta_stands_for(device):
+            view = training_view(model, exact=exact, gradient_checkpointing=gradient_checkpointing)
             if not supports(META, dtype):
                 _ = fresh.plan.tiles  # come from the host, and are not counted
             return _backward_peak(view, lambda: backward(view, fresh), accumulated)
@@ -206,7 +206,8 @@ def rollout_peak(
     """
     shallow = _shallow(model_config, min(2, model_config.num_hidden_layers))
     cache = KVCache(LayerGroup.of(shallow, dtype), num_blocks, config.block_size, META)
-    view = make_view(skeleton(shallow, dtype), exact=exact)
+    with meta_stands_for(device):
+        view = make_view(skeleton(shallow, dtype), exact=exact)
     runner = ModelRunner(view, cache, config.max_num_seqs, exact=exact)
     pool = BlockPool(num_blocks, config.block_size)
     families = _full_families(pool, config.max_num_seqs, prompt, new, n, sampling)

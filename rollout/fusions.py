@@ -8,13 +8,16 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP, Qwen2RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 
 from rollout_kernels.activations import SiLU
 from rollout_kernels.fused import fits_linear, linear, rms_norm, swiglu
 from rollout_kernels.native import supports
 
-_NORMS = {"LlamaRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"}
-_MLPS = {"LlamaMLP", "Qwen2MLP", "Qwen3MLP"}
+_NORMS = (LlamaRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
+_MLPS = (LlamaMLP, Qwen2MLP, Qwen3MLP)
 _SILUS = (SiLU, nn.SiLU, type(ACT2FN["silu"]))
 
 
@@ -46,7 +49,7 @@ class FusedMLP(nn.Module):
     def __init__(self, mlp: Any) -> None:
         super().__init__()
         self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
-        self.act_fn = SiLU()
+        self.act_fn = SiLU()  # what swiglu computes; the start-up probe looks for it
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
@@ -60,10 +63,11 @@ def fuse(view: PreTrainedModel) -> None:
         return
     for module in reversed(list(view.modules())):  # a module after what it is made of
         for name, child in list(module.named_children()):
-            kind = type(child).__name__
-            if any(p.dtype != parameter.dtype for p in child.parameters(recurse=False)):
+            # a forward of the instance's own, or mixed dtypes, are for the module as it is
+            if "forward" in vars(child) or any(p.dtype != parameter.dtype for p in child.parameters(recurse=False)):
                 continue
-            if type(child) is nn.Linear and fits_linear(child.weight):
+            kind = type(child)
+            if kind is nn.Linear and fits_linear(child.weight):
                 setattr(module, name, FusedLinear(child))
             elif kind in _NORMS:
                 setattr(module, name, FusedRMSNorm(child))

@@ -35,8 +35,8 @@ class TrainerState:
     """Optimizer steps done."""
     trajectory: dict[str, Any]
     num_threads: int
-    kernels: str = "torch"
-    """What computed on the CPU."""
+    kernels: str = ""
+    """What computed: `rollout_kernels.native.identity`."""
     format_version: int = FORMAT_VERSION
 
 

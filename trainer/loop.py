@@ -55,7 +55,8 @@ def train(run: Run) -> None:
             timer.step = {}  # what a checkpoint takes counts for the next line
             if _due(config.checkpoint.every, step + 1, config.steps):
                 with timer.phase("checkpoint"):
-                    state = TrainerState(step + 1, trajectory_keys(config), torch.get_num_threads(), identity())
+                    chosen = trajectory_keys(config)
+                    state = TrainerState(step + 1, chosen, torch.get_num_threads(), identity(engine.device))
                     save_checkpoint(
                         run.run_dir, state, engine.module, run.tokenizer, run.optimizer, config.checkpoint.keep
                     )

@@ -90,8 +90,9 @@ def _check_resume(config: TrainerConfig, run_dir: Path) -> tuple[Path | None, ch
     state = checkpoint.read_state(found, trajectory_keys(config))
     if state.num_threads != torch.get_num_threads():
         logger.warning("the run began with %d threads and goes on with %d", state.num_threads, torch.get_num_threads())
-    if state.kernels != identity():
-        logger.warning("the run began with kernels %s and goes on with %s", state.kernels, identity())
+    kernels = identity(resolve_device(config.rollout.device))
+    if state.kernels != kernels:
+        logger.warning("the run began with kernels %s and goes on with %s", state.kernels, kernels)
     return found, state
 
 

@@ -43,7 +43,7 @@ def warm_started_tiny(model: ModelConfig, task_config: TaskConfig, task: Task, s
         "shape": tiny_config().to_diff_dict(),
         "examples": [_example(task, row, place / 64) for place, row in enumerate(task.train_rows[:64])],
         "num_threads": torch.get_num_threads(),
-        "kernels": identity(),
+        "kernels": identity(torch.device("cpu")),
         "versions": [torch.__version__, transformers.__version__],
     }
     digest = hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()[:16]

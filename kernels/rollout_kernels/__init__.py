@@ -1,1 +1,1 @@
-"""Tensor-level building blocks of the rollout engine: torch references that are also the CPU path."""
+"""Tensor-level building blocks of the rollout engine: compiled CPU kernels, and the same in torch operations."""

@@ -1,10 +1,11 @@
 """Segment attention: the one attention primitive, for prefill, decode and training alike.
 
-Every query row attends an ordered list of KV segments, cut at absolute multiples of SEGMENT_SIZE positions. Its scores
-are taken relative to their maximum over all that it sees, which no order of work can change; each segment gives a
-partial (weighted sum of values, sum of weights) that depends on that row and that segment only; partials are added up
-in segment order in fp32. So a row's bits are the same whoever shares the launch: alone or in a batch, decoded or packed
-for training, against its own KV or grouped with siblings over a shared prefix.
+Every query row attends an ordered list of KV segments, cut at absolute multiples of SEGMENT_SIZE positions. Its bits
+are the same whoever shares the launch: alone or in a batch, decoded or packed for training, against its own KV or
+grouped with siblings over a shared prefix. Compiled kernels do the work where they are (cpu/attention.cpp). What
+follows is the same in torch operations: a row's scores are taken relative to their maximum over all that it sees, which
+no order of work can change; each segment gives a partial (weighted sum of values, sum of weights) that depends on that
+row and that segment only; partials are added up in segment order in fp32.
 
 Legend: T rows of queries, H query heads, K kv heads, G = H / K, D head size (a multiple of 16), W tiles, M rows per
 tile (M * G a multiple of 16), of which at most R are real, S segments per tile, P = S * SEGMENT_SIZE positions, N rows
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from rollout_kernels import native
 from rollout_kernels.activations import exp2_
@@ -99,7 +101,7 @@ def attend(
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float, window: int | None
 ) -> tuple[Tensor, Tensor]:
-    """`attend` with the log-sum-exp in units of ln 2: the one place where a kernel is chosen."""
+    """`attend` with the log-sum-exp in units of ln 2."""
     if native.supports(q.device, q.dtype):
         return native.segment_attention(q, k, v, plan, scale, window)
     return _attend_tiles(q, k, v, plan.tiles, scale, window)
@@ -171,6 +173,7 @@ class _TrainingAttention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         flat_k, flat_v = k.reshape(-1, 1, k.shape[-1]), v.reshape(-1, 1, v.shape[-1])

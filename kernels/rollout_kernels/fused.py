@@ -9,14 +9,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from rollout_kernels.native import kernels, supports
+from rollout_kernels.native import DTYPES, kernels, supports
+
+
+def _check(*tensors: Tensor) -> None:
+    first = tensors[0]
+    assert first.dtype in DTYPES
+    assert first.is_cpu or first.is_meta
+    assert all(x.dtype == first.dtype and x.device == first.device for x in tensors)
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    assert x.dtype == weight.dtype
+    dim = x.shape[-1]
+    _check(x, weight)
+    assert weight.shape == (dim,)
     x, weight = x.contiguous(), weight.contiguous()
-    out, dim = torch.empty_like(x), x.shape[-1]
+    out = torch.empty_like(x)
     if not x.is_meta:
         places = x.data_ptr(), weight.data_ptr(), out.data_ptr()
         kernels().row_rms_norm(*places, x.numel() // dim, dim, eps, torch.get_num_threads(), x.dtype == torch.bfloat16)
@@ -31,6 +41,7 @@ class _RMSNorm(torch.autograd.Function):
         return _rms_norm(x, weight, eps)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         wide = x.float()
@@ -53,7 +64,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    assert gate.dtype == up.dtype
+    _check(gate, up)
+    assert gate.shape == up.shape
     gate, up = gate.contiguous(), up.contiguous()
     out = torch.empty_like(gate)
     if not gate.is_meta:
@@ -69,6 +81,7 @@ class _SwiGLU(torch.autograd.Function):
         return _swiglu(gate, up)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
         z, grad = gate.float(), grads[0].float()
@@ -95,10 +108,12 @@ def fits_linear(weight: Tensor) -> bool:
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, plain: bool = False) -> Tensor:
     """x [..., K] times weight [N, K] transposed, or a plain weight [K, N], plus bias [N]."""
-    assert x.dtype == weight.dtype
+    depth, columns = weight.shape if plain else weight.shape[::-1]
+    _check(x, weight, *(() if bias is None else (bias,)))
+    assert x.shape[-1] == depth
+    assert depth * x.element_size() % 4 == 0
     x, weight = x.contiguous(), weight.contiguous()
     bias = None if bias is None else bias.contiguous()
-    depth, columns = weight.shape if plain else weight.shape[::-1]
     out = x.new_empty(*x.shape[:-1], columns)
     if not x.is_meta:
         places = [None if t is None else t.data_ptr() for t in (x, weight, bias, out)]
@@ -111,21 +126,20 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.has_bias = bias is not None
         return _product(x, weight, bias)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         grad, rows = grads[0].reshape(-1, len(weight)), x.reshape(-1, weight.shape[1])
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         # nothing here has to agree with the generator, and in bf16 torch is as fast
         product = partial(_product, plain=True) if x.dtype == torch.float32 else torch.matmul
-        return (
-            product(grad, weight).view_as(x) if needs_x else None,
-            product(grad.T, rows) if needs_weight else None,
-            grad.sum(0) if needs_bias else None,
-        )
+        grad_weight = None
+        if needs_weight:  # a copy is made of what is transposed: of the smaller one
+            grad_weight = product(grad.T, rows) if grad.shape[1] <= rows.shape[1] else product(rows.T, grad).T
+        return product(grad, weight).view_as(x) if needs_x else None, grad_weight, grad.sum(0) if needs_bias else None
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -142,7 +156,10 @@ def write_rows(keys: Tensor, values: Tensor, key_pool: Tensor, value_pool: Tenso
         key_pool.index_copy_(0, rows, keys)
         value_pool.index_copy_(0, rows, values)
     elif not keys.is_meta:
-        assert keys.dtype == values.dtype == key_pool.dtype
-        keys, values = keys.contiguous(), values.contiguous()
+        _check(keys, values, key_pool, value_pool)
+        assert keys.shape == values.shape == (len(rows), key_pool.shape[1])
+        assert key_pool.is_contiguous() and value_pool.is_contiguous()  # noqa: PT018
+        assert rows.dtype == torch.int64
+        keys, values, rows = keys.contiguous(), values.contiguous(), rows.contiguous()
         places = [x.data_ptr() for x in (keys, values, key_pool, value_pool, rows)]
         kernels().write_rows(*places, len(rows), keys.shape[1] * keys.element_size())

@@ -1,7 +1,8 @@
 """Compiled CPU kernels: built on first use with the machine's C++ compiler, kept in a cache, called through ctypes.
 
-Without a compiler the torch operations do the same work, slower, and a warning says so. `COWROLL_KERNELS=torch` chooses
-them; whatever is chosen holds for the process, since the two round otherwise.
+Without a compiler the torch operations do the same work, slower, and a warning says so. COWROLL_KERNELS=torch chooses
+them, COWROLL_KERNELS=native refuses to do without the kernels; CXX names the compiler. What is chosen holds for the
+process, since the two round otherwise.
 """
 
 import ctypes
@@ -23,9 +24,11 @@ import torch
 from torch import Tensor
 
 from rollout_kernels.plan import AttentionPlan
+from rollout_kernels.tiles import SEGMENT_SIZE
 
 logger = logging.getLogger(__name__)
 
+DTYPES = (torch.float32, torch.bfloat16)
 SOURCES = Path(__file__).with_name("cpu")
 _FLAGS = ["-O3", "-march=native", "-ffp-contract=fast", "-std=c++17", "-fopenmp", "-fPIC"]
 
@@ -64,36 +67,32 @@ def cache_directory() -> Path:
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels, or None where torch operations are to do their work."""
-    wanted = os.environ.get("COWROLL_KERNELS", "native")
-    if wanted not in ("native", "torch"):
+    """The compiled kernels, or None where torch operations are to do their work.
+
+    Raises ValueError if COWROLL_KERNELS has another value, or is "native" and the kernels cannot be built.
+    """
+    wanted = os.environ.get("COWROLL_KERNELS", "")
+    if wanted not in ("", "native", "torch"):
         raise ValueError(f"COWROLL_KERNELS={wanted!r}: set it to native or torch, or leave it out")
-    if wanted == "torch" or platform.system() != "Linux":
-        return None
-    compiler = shlex.split(os.environ.get("CXX", "")) or ["g++"]
-    if shutil.which(compiler[0]) is None:
-        logger.warning(
-            "no C++ compiler (%s; CXX names another): the model runs in torch operations, which takes longer",
-            compiler[0],
-        )
+    if wanted == "torch":
         return None
     try:
-        loaded = ctypes.CDLL(str(_built(compiler)))
+        loaded = _load()
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:  # RuntimeError: there is no home directory
-        output = getattr(error, "stderr", "") or ""
-        logger.warning(
-            "the kernels could not be built, so the model runs in torch operations, which takes longer: %s\n%s",
-            error,
-            output,
-        )
+        problem = f"the CPU's kernels could not be built: {error}\n{getattr(error, 'stderr', '') or ''}".rstrip()
+        if wanted == "native":
+            raise ValueError(f"COWROLL_KERNELS=native, but {problem}") from error
+        logger.warning("the model runs in torch operations, which takes longer, since %s", problem)
         return None
     for name, arguments in _ARGUMENTS.items():
         getattr(loaded, name).argtypes = arguments
     return loaded
 
 
-def identity() -> str:
-    """What computes on this CPU, by which results may differ in bits: "torch", or the name of the compiled kernels."""
+def identity(device: torch.device) -> str:
+    """What computes on a device, since bits may differ by it: its type, "torch", or the compiled kernels' name."""
+    if device.type != "cpu":
+        return device.type
     loaded = library()
     return "torch" if loaded is None else Path(loaded._name).stem
 
@@ -105,32 +104,46 @@ def kernels() -> ctypes.CDLL:
     return loaded
 
 
-def _built(compiler: list[str]) -> Path:
-    """Path of the compiled library for this source, compiler and kind of CPU; compiled if it is not there yet."""
-    cpu = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")), "")
-    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
+def _load() -> ctypes.CDLL:
+    """The library for these sources, this compiler and this kind of CPU; built if it is not there, or not whole."""
+    compiler = shlex.split(os.environ.get("CXX", "")) or ["g++"]
+    if platform.system() != "Linux" or shutil.which(compiler[0]) is None:
+        raise FileNotFoundError(f"no C++ compiler on Linux ({compiler[0]}; CXX names another)")
+    # what the compiler makes of the flags tells the CPU's instruction set and the compiler's version
+    seen = [*compiler, *_FLAGS, "-dM", "-E", "-x", "c++", os.devnull]
+    macros = subprocess.run(seen, capture_output=True, text=True, check=True).stdout
     sources = sorted(SOURCES.glob("*.cpp"))
     texts = [path.read_text() for path in (*sources, *sorted(SOURCES.glob("*.h")))]
-    digest = hashlib.sha256(
-        "\0".join((*texts, *_FLAGS, *compiler, version, cpu, platform.machine())).encode()
-    ).hexdigest()[:16]
-    target = cache_directory() / "kernels" / f"{digest}.so"
-    if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        # under another name first: several processes may build at once
-        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+    digest = hashlib.sha256("\0".join((*texts, *_FLAGS, *compiler, macros)).encode()).hexdigest()[:16]
+    folder = cache_directory() / "kernels"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o022:
+        raise PermissionError(f"{folder} is another user's, or others may write there")
+    target = folder / f"{digest}.so"
+    if target.exists():
+        try:
+            return ctypes.CDLL(str(target))
+        except OSError:
+            logger.warning("%s cannot be loaded and is built anew", target)
+    _build(compiler, sources, target)
+    return ctypes.CDLL(str(target))
 
-            def run(*arguments: str | Path) -> None:
-                subprocess.run([*compiler, *arguments], cwd=scratch, capture_output=True, text=True, check=True)
 
-            run(*_FLAGS, "-c", *sources)
-            # linked without OpenMP's library: its symbols are those of the one that torch has loaded, so that there is
-            # one pool of threads and not two
-            run("-shared", "-o", target.name, *(f"{path.stem}.o" for path in sources))
-            linked = Path(scratch) / target.name
-            ctypes.CDLL(str(linked))  # what cannot be loaded is not kept
-            linked.replace(target)
-    return target
+def _build(compiler: list[str], sources: list[Path], target: Path) -> None:
+    logger.info("compiling the CPU's kernels, once: %s", target)
+    # under another name first: several processes may build at once
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+
+        def run(*arguments: str | Path) -> None:
+            subprocess.run([*compiler, *arguments], cwd=scratch, capture_output=True, text=True, check=True)
+
+        run(*_FLAGS, "-c", *sources)
+        # linked without OpenMP's library: its symbols are those of the one that torch has loaded, so that there is one
+        # pool of threads and not two
+        run("-shared", "-o", target.name, *(f"{path.stem}.o" for path in sources))
+        linked = Path(scratch) / target.name
+        ctypes.CDLL(str(linked))  # what cannot be loaded is not kept
+        linked.replace(target)
 
 
 _meta_stands_for: ContextVar[str] = ContextVar("_meta_stands_for", default="cpu")
@@ -149,14 +162,17 @@ def meta_stands_for(device: torch.device) -> Iterator[None]:
 def supports(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether compiled kernels are there for tensors of this kind."""
     kind = _meta_stands_for.get() if device.type == "meta" else device.type
-    return kind == "cpu" and dtype in (torch.float32, torch.bfloat16) and library() is not None
+    return kind == "cpu" and dtype in DTYPES and library() is not None
 
 
 def _call(kernel: str, plan: AttentionPlan, scale: float, window: int | None, **tensors: Tensor) -> None:
     q, tables, layout = tensors["q"], plan.tables, plan.layout
     if q.is_meta:
         return
-    assert all(tensor.is_contiguous() for tensor in tensors.values())
+    assert all(tensor.is_cpu and tensor.is_contiguous() for tensor in tensors.values())
+    assert q.dtype == tensors["keys"].dtype == tensors["values"].dtype
+    assert q.shape[2] % 16 == 0 == SEGMENT_SIZE % layout.unit
+    assert q.shape[1] == layout.num_kv_heads * layout.num_groups
     arguments = _Attention(
         **{name: tensor.data_ptr() for name, tensor in tensors.items()},
         rows=tables.rows.ctypes.data,
@@ -187,7 +203,7 @@ def segment_attention(
     """
     num_rows, heads, dim = q.shape
     out, lse = torch.zeros_like(q), q.new_full((num_rows, heads), -torch.inf, dtype=torch.float32)
-    chained = plan.tables.num_first < len(plan.tables.spans)
+    chained = any(span.num_segments is not None for span in plan.spans)
     states = q.new_empty(num_rows if chained else 0, heads, dim + 17, dtype=torch.float32)
     _call("segment_attention", plan, scale, window, q=q, keys=k, values=v, out=out, lse=lse, states=states)
     return out, lse

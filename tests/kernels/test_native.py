@@ -53,8 +53,10 @@ def script(path: Path, text: str) -> Path:
 
 def python(code: str, **environment: str) -> subprocess.Popen[str]:
     """A process that runs this and prints; it builds without optimisation, which is quicker."""
-    code = f"from rollout_kernels import native\nnative._FLAGS[0] = '-O0'\n{code}"
-    arguments, pipe = [sys.executable, "-c", code], subprocess.PIPE
+    code = (
+        f"import torch\nfrom rollout_kernels import native\nnative._FLAGS[0] = '-O0'\nCPU = torch.device('cpu')\n{code}"
+    )
+    arguments, pipe = [sys.executable, "-c", start + code], subprocess.PIPE
     return subprocess.Popen(arguments, env=os.environ | environment, stdout=pipe, stderr=pipe, text=True)
 
 
@@ -70,7 +72,7 @@ def printed(process: subprocess.Popen[str]) -> str:
 def test_torch_operations_can_be_asked_for(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COWROLL_KERNELS", "torch")
     assert native.library() is None
-    assert native.identity() == "torch"
+    assert native.identity(CPU) == "torch"
     assert not native.supports(CPU, torch.float32)
     assert not fresh.exists()
 
@@ -86,7 +88,7 @@ def warned(caplog: pytest.LogCaptureFixture) -> str:
     with caplog.at_level(logging.WARNING, logger=native.__name__):
         assert native.library() is None
         assert native.library() is None
-    assert native.identity() == "torch"
+    assert native.identity(CPU) == "torch"
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     return record.getMessage()
@@ -146,10 +148,26 @@ def test_meta_stands_for_another_device_within_only() -> None:
     assert native.supports(meta, torch.float32)
 
 
+def test_kernels_that_are_insisted_on_are_not_done_without(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COWROLL_KERNELS", "native")
+    monkeypatch.setenv("CXX", "/bin/false")
+    with pytest.raises(ValueError, match=r"COWROLL_KERNELS=native, but .*/bin/false"):
+        native.library()
+
+
+def test_a_folder_that_others_may_write_is_not_loaded_from(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fresh.mkdir(parents=True)
+    fresh.chmod(0o777)
+    monkeypatch.setenv("CXX", "true")
+    assert f"{fresh} is another user's, or others may write there" in warned(caplog)
+
+
 # -- the build ----------------------------------------------------------------------------------------------------
 
 STUB = """case "$*" in
-*--version*) echo stub 1 ;;
+*-dM*) echo stub 1 ;;
 *) {work} ;;
 esac"""
 OUTPUT = 'while [ "$1" != -o ]; do shift; done; echo half > "$2"'
@@ -185,25 +203,32 @@ def test_a_library_is_built_once(fresh: Path, monkeypatch: pytest.MonkeyPatch, t
     """By one process; later ones, and later looks, find it there."""
     log = tmp_path / "log"
     compiler = script(tmp_path / "compiler", f'echo "$1" >> {log}; exec {shutil.which("g++")} "$@"')
-    code = "assert native.identity() != 'torch'; native.library.cache_clear(); print(native.identity())"
+    code = "assert native.identity(CPU) != 'torch'; native.library.cache_clear(); print(native.identity(CPU))"
     first = printed(python(code, CXX=str(compiler))).strip()
     (built,) = fresh.iterdir()
     assert built.name == f"{first}.so"
     before = built.stat().st_mtime_ns
     assert printed(python(code, CXX=str(compiler))).strip() == first
     assert [path.stat().st_mtime_ns for path in fresh.iterdir()] == [before]
-    assert log.read_text().split() == ["--version", "-O0", "-shared", "--version", "--version", "--version"]
+    assert log.read_text().split() == ["-O0", "-O0", "-shared", "-O0", "-O0", "-O0"]
+
+
+@COMPILED
+def test_a_broken_library_is_built_anew(fresh: Path) -> None:
+    name = printed(python("print(native.identity(CPU))")).strip()
+    (fresh / f"{name}.so").write_bytes(b"half")
+    assert printed(python("print(native.identity(CPU))")).strip() == name
 
 
 @COMPILED
 def test_two_processes_may_build_at_once(fresh: Path, tmp_path: Path) -> None:
     """Each waits, when it has found the cache empty, for the other to be there too."""
     wait = f"touch {tmp_path}/at.$PPID; while [ $(ls {tmp_path}/at.* | wc -l) -lt 2 ]; do sleep 0.05; done"
-    meet = f'case "$*" in *-c*) {wait} ;; esac'
+    meet = f'case "$*" in *" -c "*) {wait} ;; esac'
     compiler = script(tmp_path / "compiler", f'{meet}\nexec {shutil.which("g++")} "$@"')
     code = (
-        "import torch; from rollout_kernels.fused import linear\n"
-        "print(native.identity(), linear(torch.full((3, 4), 2.0), torch.full((5, 4), 3.0)).unique().tolist())"
+        "from rollout_kernels.fused import linear\n"
+        "print(native.identity(CPU), linear(torch.full((3, 4), 2.0), torch.full((5, 4), 3.0)).unique().tolist())"
     )
     outs = [printed(process) for process in [python(code, CXX=str(compiler)) for _ in range(2)]]
     assert [path.suffix for path in fresh.iterdir()] == [".so"]
@@ -214,7 +239,7 @@ def test_two_processes_may_build_at_once(fresh: Path, tmp_path: Path) -> None:
 def test_kernels_run_in_torchs_own_pool_of_threads() -> None:
     """One library of OpenMP in the process, torch's."""
     code = (
-        "import torch; from rollout_kernels.fused import linear\n"
+        "from rollout_kernels.fused import linear\n"
         "torch.set_num_threads(2); linear(torch.ones(900, 64), torch.ones(900, 64))\n"
         "print(*{line.split()[-1] for line in open('/proc/self/maps') if 'omp' in line.split('/')[-1]}, sep='\\n')"
     )
@@ -239,11 +264,11 @@ def build(
     if request.param == "portable":
         if platform.machine() not in ("x86_64", "AMD64"):
             pytest.skip("AVX-512 is of x86-64")
-        usual = native.identity()
+        usual = native.identity(CPU)
         monkeypatch.setattr(native, "_FLAGS", [*native._FLAGS, "-mno-avx512f"])
         monkeypatch.setenv("COWROLL_CACHE", str(portable_cache))
         native.library.cache_clear()
-        assert native.identity() not in ("torch", usual)
+        assert native.identity(CPU) not in ("torch", usual)
     yield
     native.library.cache_clear()
 

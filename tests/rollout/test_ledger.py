@@ -5,6 +5,7 @@ import json
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from rollout.memory import blocks_for, pool_size
 from rollout.packing import Pack, build_pack
 from rollout.plan import main, make_plan, parse_options, rollouts_that_fit
 from rollout.views import training_view
+from rollout_kernels import native
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16)
@@ -215,7 +217,7 @@ def lone_pack(
 
 
 def estimated(
-    config: PretrainedConfig, dtype: torch.dtype, shape: tuple[int, int, int], **options: bool
+    config: PretrainedConfig, dtype: torch.dtype, shape: tuple[int, int, int], **options: Any
 ) -> TrainingPeak:
     chosen = {"exact": True, "gradient_checkpointing": False, "accumulated": False} | options
     return training_peak(
@@ -346,6 +348,21 @@ def test_the_largest_iteration_of_an_engine_is_known(
         config = dataclasses.replace(engine.config, num_blocks=None)
         peak = rollout_peak(model.config, dtype, config, engine.pool.num_blocks, prompt, new, 8, sampling, exact=True)
     assert peak == pytest.approx(real, rel=0.02)
+
+
+def test_another_device_is_not_planned_with_this_cpus_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan for a GPU is the same whether or not there is a compiler here."""
+    config, engine, cuda = tiny_models.random_config("qwen3"), RolloutConfig(max_num_seqs=4), torch.device("cuda")
+
+    def planned() -> tuple[int, TrainingPeak]:
+        rollout = rollout_peak(
+            config, torch.bfloat16, engine, 500, 40, 24, 4, SamplingParams(), exact=True, device=cuda
+        )
+        return rollout, estimated(config, torch.bfloat16, (40, 60, 4), device=cuda)
+
+    usual = planned()
+    monkeypatch.setattr(native, "library", lambda: None)
+    assert planned() == usual
 
 
 def test_a_larger_pool_is_no_activation() -> None:

@@ -240,7 +240,7 @@ def test_a_resume_on_other_kernels_or_threads_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, restore_threads: None
 ) -> None:
     run_once(tmp_path, "steps=1", "checkpoint.every=1")
-    began, threads = native.identity(), torch.get_num_threads()
+    began, threads = native.identity(torch.device("cpu")), torch.get_num_threads()
     monkeypatch.setattr(native, "library", lambda: None)
     torch.set_num_threads(threads + 1)
     prepare(configure(tmp_path, "steps=2", "resume=auto")).close()

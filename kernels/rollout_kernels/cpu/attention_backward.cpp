@@ -24,6 +24,7 @@ class BackwardTask {
         scores_.reserve(rows * segment), grad_weights_.reserve(rows * segment);
         grad_query_.reserve(rows * dim_), grad_segment_.reserve(segment * dim_);
         weights_.reserve(padded_ * segment), grad_scores_.reserve(padded_ * segment);
+        zeros_.reserve(dim_), std::fill_n(zeros_.data(), dim_, Element{});
     }
 
     void run(const Span& span, const TaskRows& rows) {
@@ -43,20 +44,20 @@ class BackwardTask {
             std::memcpy(&query_[r * words_], q + rows.place(r) * dim_, words_ * sizeof(Word));
             std::memcpy(&grad_out_[r * words_], grad_out + rows.place(r) * dim_, words_ * sizeof(Word));
         }
-        const std::vector<Element> zeros(dim_);
         for (int r = 0; r < rows.size(); r += T::kPerWord) {
             const int next = r + T::kPerWord - 1;
             const bool there = next < rows.size();
             const int64_t low = rows.place(r) * dim_, high = there ? rows.place(next) * dim_ : 0;
             for (int d = 0; d < dim_; d += kLanes) {
                 const int at = r / T::kPerWord * dim_ + d;
-                store(&query_by_row_[at], T::pair(q + low + d, there ? q + high + d : &zeros[d]));
-                store(&grad_out_by_row_[at], T::pair(grad_out + low + d, there ? grad_out + high + d : &zeros[d]));
+                store(&query_by_row_[at], T::pair(q + low + d, there ? q + high + d : &zeros_[d]));
+                store(&grad_out_by_row_[at], T::pair(grad_out + low + d, there ? grad_out + high + d : &zeros_[d]));
             }
         }
         std::fill_n(grad_query_.data(), rows.size() * dim_, 0.0f);
         // rows that are not there weigh nothing
-        for (const auto* factor : {&weights_, &grad_scores_}) std::fill_n(factor->data(), padded_ * kSegment, Element{});
+        for (const auto* factor : {&weights_, &grad_scores_})
+            std::fill_n(factor->data(), padded_ * kSegment, Element{});
     }
 
     void back(const TaskRows& rows, const Segment& segment) {
@@ -112,7 +113,7 @@ class BackwardTask {
     Buffer<Word> query_, grad_out_, query_by_row_, grad_out_by_row_, keys_, values_, keys_by_position_;
     Buffer<Word> by_row_, transposed_;
     Buffer<float> scores_, grad_weights_, grad_query_, grad_segment_;
-    Buffer<Element> weights_, grad_scores_;
+    Buffer<Element> weights_, grad_scores_, zeros_;
 };
 
 template <class T>

@@ -1,7 +1,7 @@
 // Linear layers, out = x weight^T + bias, or plain products, out = x weight. A row's bits depend on that row of x,
 // not on how many there are.
 //
-// A task computes 64 columns of out, a panel, for a tile of rows, and brings the weight into words by column as it goes.
+// A task computes 64 columns of out, a panel, for a tile of rows, and arranges its part of the weight as it goes.
 
 #include "vectors.h"
 

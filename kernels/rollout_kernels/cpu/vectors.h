@@ -1,7 +1,7 @@
 // Vectors of 16 floats, the two element types, and the one matrix product that every kernel here is made of.
 //
-// Words: 32 bits, which is one fp32 element or two bf16 elements. Products read words and add up in fp32; every element
-// of a product is one sum over words in order, so its bits do not depend on what is computed beside it.
+// Words: 32 bits, which is one fp32 element or two bf16 elements. Products read words and add up in fp32, in an order
+// that is the same for every element, so its bits do not depend on what is computed beside it.
 
 #pragma once
 
@@ -79,7 +79,7 @@ inline float max_of(Floats v) {
 }
 
 inline bool any(Ints truth) {
-#ifdef __AVX512F__
+#ifdef __AVX512DQ__
     return _mm512_movepi32_mask((__m512i)truth);
 #else
     for (int i = 0; i < kLanes; ++i)
