@@ -53,9 +53,7 @@ def script(path: Path, text: str) -> Path:
 
 def python(code: str, **environment: str) -> subprocess.Popen[str]:
     """A process that runs this and prints; it builds without optimisation, which is quicker."""
-    code = (
-        f"import torch\nfrom rollout_kernels import native\nnative._FLAGS[0] = '-O0'\nCPU = torch.device('cpu')\n{code}"
-    )
+    start = "import torch\nfrom rollout_kernels import native\nnative._FLAGS[0] = '-O0'\nCPU = torch.device('cpu')\n"
     arguments, pipe = [sys.executable, "-c", start + code], subprocess.PIPE
     return subprocess.Popen(arguments, env=os.environ | environment, stdout=pipe, stderr=pipe, text=True)
 
