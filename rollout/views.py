@@ -1,8 +1,8 @@
 """Two views of the caller's module: the same parameters, our attention and activations.
 
 A view is a second module tree over the very tensors of the first. The rollout view generates (eval, no gradients), the
-training view is what the loss runs through; gradients land on the shared parameters. One list of substitutions is
-applied to both, so that they compute the same bits. The caller's module itself is never changed.
+training view is what the loss runs through; gradients land on the shared parameters. The same modules are replaced in
+both, so that they compute the same bits. The caller's module itself is never changed.
 """
 
 import copy
@@ -115,7 +115,7 @@ def _exact_activations(view: PreTrainedModel) -> None:
 
 
 SUBSTITUTIONS: list[Callable[[PreTrainedModel], None]] = [_exact_activations]
-"""What exact mode changes in both views, in order."""
+"""What exact mode changes in both views, in order, before compiled kernels take what they can."""
 
 
 def _shared_tensors(module: nn.Module) -> dict[str, Tensor]:

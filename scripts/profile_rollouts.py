@@ -5,8 +5,8 @@ first tokens among them. Steps are timed in a call without the profiler; a secon
 the shares of the categories:
 
   products     linear layers            attention    scores, weights and sums of the segments
-  kv           KV writes and gathers    elementwise  norms, rotary embedding, activations, copies and the like
-  sampling     log-probs and the draw   scheduler    schedule() and the plan of who attends what
+  kv           KV writes and copies     elementwise  norms, rotary embedding, activations, copies and the like
+  sampling     log-probs and the draw   scheduler    schedule(), and who attends what
   host         what is left of the step: Python between operations, in transformers and in this engine
 
 Bytes: the weights that are multiplied, once, and the KV of each block once, however many completions share it. Flops: 2

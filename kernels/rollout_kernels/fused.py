@@ -163,3 +163,15 @@ def write_rows(keys: Tensor, values: Tensor, key_pool: Tensor, value_pool: Tenso
         keys, values, rows = keys.contiguous(), values.contiguous(), rows.contiguous()
         places = [x.data_ptr() for x in (keys, values, key_pool, value_pool, rows)]
         kernels().write_rows(*places, len(rows), keys.shape[1] * keys.element_size())
+
+
+def draw_tokens(z: Tensor, uniform: Tensor) -> Tensor:
+    """What `logprobs.sample_inverse_cdf` draws, from z [R, V] in fp32 and uniform [R] in fp64: int64 [R]."""
+    z, uniform = z.contiguous(), uniform.contiguous()
+    rows, vocab = z.shape
+    assert (z.dtype, uniform.dtype, uniform.shape) == (torch.float32, torch.float64, (rows,))
+    tokens = torch.empty(rows, dtype=torch.int64, device=z.device)
+    if not z.is_meta:
+        places = z.data_ptr(), uniform.data_ptr(), tokens.data_ptr()
+        kernels().draw_tokens(*places, rows, vocab, torch.get_num_threads())
+    return tokens

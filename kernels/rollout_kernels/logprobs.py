@@ -6,6 +6,9 @@ R rows, V vocabulary.
 import torch
 from torch import Tensor
 
+from rollout_kernels.fused import draw_tokens
+from rollout_kernels.native import supports
+
 
 def scaled_logits(logits: Tensor, temperature: Tensor) -> Tensor:
     """logits [R, V] in any float dtype / temperature [R] (fp32, > 0) -> fp32 [R, V]."""
@@ -61,6 +64,8 @@ def sample_inverse_cdf(z: Tensor, uniform: Tensor, kept: Tensor | None = None) -
     """
     if kept is not None:
         z = z.masked_fill(~kept, -torch.inf)
+    if supports(z.device, z.dtype) and z.dtype == torch.float32:
+        return draw_tokens(z, uniform)
     probs = (z - z.amax(-1, keepdim=True)).exp().double()
     cdf = probs.cumsum(-1)
     total = cdf[:, -1:]

@@ -55,6 +55,8 @@ _ARGUMENTS = {
     "row_rms_norm": [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 2 + [ctypes.c_float] + [ctypes.c_int] * 2,
     # gate, up, out, elements, threads, whether bf16
     "gated_silu": [ctypes.c_void_p] * 3 + [ctypes.c_int64] + [ctypes.c_int] * 2,
+    # scaled logits, uniform numbers, tokens, rows, vocabulary, threads
+    "draw_tokens": [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 2 + [ctypes.c_int],
     # keys, values, their pools, rows, how many rows, bytes of a row
     "write_rows": [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 2,
 }

@@ -6,8 +6,9 @@ A number is a function of its counter and key alone, so there is no generator st
 import numpy as np
 from numpy.typing import NDArray
 
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_WEYL = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+_MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], np.uint64)
+_WEYL = np.array([[0x9E3779B9], [0xBB67AE85]], np.uint64) * np.arange(_ROUNDS, dtype=np.uint64)[:, None, None]
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
 
@@ -17,16 +18,12 @@ Words = NDArray[np.uint64]
 def philox4x32(
     counter: tuple[Words, Words, Words, Words], key: tuple[Words, Words]
 ) -> tuple[Words, Words, Words, Words]:
-    """Ten rounds over arrays of 32-bit words held in uint64; all arrays share one shape."""
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(10):
-        p0 = c0 * np.uint64(_MULTIPLIERS[0])
-        p1 = c2 * np.uint64(_MULTIPLIERS[1])
-        c0, c1, c2, c3 = (p1 >> _HALF) ^ c1 ^ k0, p1 & _LOW, (p0 >> _HALF) ^ c3 ^ k1, p0 & _LOW
-        k0 = (k0 + np.uint64(_WEYL[0])) & _LOW
-        k1 = (k1 + np.uint64(_WEYL[1])) & _LOW
-    return c0, c1, c2, c3
+    """Ten rounds over arrays [n] of 32-bit words held in uint64."""
+    even, odd = np.stack(counter[::2]), np.stack(counter[1::2])
+    for keys in (np.stack(key) + _WEYL) & _LOW:
+        products = (even * _MULTIPLIERS)[::-1]
+        even, odd = (products >> _HALF) ^ odd ^ keys, products & _LOW
+    return even[0], odd[0], even[1], odd[1]
 
 
 def uniform53(counter: tuple[Words, Words, Words, Words], key: tuple[Words, Words]) -> NDArray[np.float64]:

@@ -28,9 +28,14 @@ class Task {
 
     void run(const Span& span, const TaskRows& rows) {
         start(rows, span.first_segment > 0);
-        const int64_t end = span.first_segment + span.num_segments;
-        for (int64_t i = rows.first_segment(span); i < end && i * kSegment < rows.longest(); ++i)
-            attend(rows, Segment(rows, span, i));
+        const int64_t begin = rows.first_segment(span), reached = (rows.longest() + kSegment - 1) / kSegment;
+        const int64_t end = std::min(span.first_segment + span.num_segments, reached);
+        for (int64_t i = begin; i < end; ++i) {
+            const Segment segment(rows, span, i);
+            if (i == begin) segment.prefetch<Element>(call_);
+            if (i + 1 < end) Segment(rows, span, i + 1).prefetch<Element>(call_);
+            attend(rows, segment);
+        }
         if (span.goes_on) keep(rows);
         else finish(rows);
     }

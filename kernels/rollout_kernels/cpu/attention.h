@@ -76,6 +76,17 @@ struct Segment {
         for (int p = visible; p < kSegment; ++p) at[p] = at[visible - 1];
     }
 
+    // Ask for the keys and values, which lie in many places, before they are needed.
+    template <class Element>
+    void prefetch(const Attention& call) const {
+        const auto *keys = static_cast<const Element*>(call.keys), *values = static_cast<const Element*>(call.values);
+        for (int p = 0; p < visible; ++p)
+            for (int64_t d = 0; d < call.dim; d += 64 / sizeof(Element)) {
+                __builtin_prefetch(keys + at[p] + d, 0, 2);
+                __builtin_prefetch(values + at[p] + d, 0, 2);
+            }
+    }
+
     // scores of 16 positions, with -inf where a row of this length does not see the position
     Floats masked(Floats score, int vector, int64_t length, int64_t window) const {
         const int64_t end = length - first, begin = window ? end - window : 0;
