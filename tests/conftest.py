@@ -14,6 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import pytest
 import torch
 
+from rollout_kernels import native
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave slow tests out, unless -m says which tests to take or they are asked for by name."""
@@ -46,3 +48,12 @@ def threads(request: pytest.FixtureRequest, restore_threads: None) -> int:
     count: int = request.param
     torch.set_num_threads(count)
     return count
+
+
+@pytest.fixture(params=["compiled", "torch"])
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test runs with compiled kernels and with torch operations."""
+    if request.param == "torch":
+        monkeypatch.setattr(native, "library", lambda: None)
+    elif native.library() is None:
+        pytest.skip("no compiled kernels here")

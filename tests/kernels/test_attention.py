@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rollout_kernels import native, plan
+from rollout_kernels import plan
 from rollout_kernels.attention import attend, training_attention
 from rollout_kernels.plan import AttentionPlan, KVLayout, QuerySpan
 
@@ -29,13 +29,7 @@ HEADS = pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 1), (5, 5)],
 WINDOWS = pytest.mark.parametrize("window", [None, 1, 10, 64, 100])
 
 
-@pytest.fixture(params=["compiled", "torch"], autouse=True)
-def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What computes attention in this test."""
-    if request.param == "torch":
-        monkeypatch.setattr(native, "library", lambda: None)
-    elif native.library() is None:
-        pytest.skip("no compiled kernels here")
+pytestmark = pytest.mark.usefixtures("implementation")
 
 
 @dataclass

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rollout_kernels import native
-from rollout_kernels.fused import fits_linear, linear, rms_norm, swiglu
+from rollout_kernels.fused import fits_linear, linear, rms_norm, swiglu, write_rows
 
 BOTH = [torch.float32, torch.bfloat16]
 DTYPES = pytest.mark.parametrize("dtype", BOTH, ids=["fp32", "bf16"])
@@ -395,3 +395,13 @@ def test_gradients_without_data(dtype: torch.dtype) -> None:
 def test_no_rows_give_no_rows(dtype: torch.dtype) -> None:
     x, weight, scale = randoms((0, 40), (17, 40), (40,), dtype=dtype)
     assert [out.shape[0] for out in (linear(x, weight), norm(x, scale), swiglu(x, x))] == [0, 0, 0]
+
+
+@DTYPES
+def test_rows_are_written_where_they_belong(implementation: None, dtype: torch.dtype) -> None:
+    keys, values = (x.to(dtype) for x in randoms((3, 8), (3, 8)))
+    pools = [torch.zeros(6, 8, dtype=dtype) for _ in "kv"]
+    write_rows(keys, values, *pools, torch.tensor([4, 0, 5]))
+    for pool, rows in zip(pools, (keys, values), strict=True):
+        assert torch.equal(pool[[4, 0, 5]], rows)
+        assert pool[[1, 2, 3]].eq(0).all()

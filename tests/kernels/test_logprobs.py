@@ -13,6 +13,8 @@ from tiny_models import chi_square_p
 INF = math.inf
 LARGEST_UNIFORM = 1.0 - 2.0**-53
 
+DRAWS = pytest.mark.usefixtures("implementation")
+
 
 def random_logits(rows: int, vocab: int, seed: int = 0, scale: float = 3.0) -> Tensor:
     return scale * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
@@ -180,12 +182,14 @@ def draw(z: Tensor, uniform: list[float], kept: Tensor | None = None) -> list[in
     return sample_inverse_cdf(z.expand(rows, -1), torch.tensor(uniform, dtype=torch.float64), mask).tolist()
 
 
+@DRAWS
 def test_a_draw_takes_the_token_whose_share_holds_the_number() -> None:
     """Shares 0.5, 0.25, 0, 0.25: each begins at its lower end and stops short of its upper one."""
     z = torch.tensor([[math.log(2), 0.0, -INF, 0.0]])
     assert draw(z, [0.0, 0.49, 0.51, 0.74, 0.76, LARGEST_UNIFORM]) == [0, 0, 1, 1, 3, 3]
 
 
+@DRAWS
 @pytest.mark.parametrize("impossible", [-INF, -200.0])
 def test_a_token_of_probability_0_is_never_drawn(impossible: float) -> None:
     """exp(-200) is 0 in fp32. Such tokens lie first, last and in between, where the edges of [0, 1) would hit them."""
@@ -194,6 +198,7 @@ def test_a_token_of_probability_0_is_never_drawn(impossible: float) -> None:
     assert draw(z, edges) == [2, 2, 2, 2, 4, 4, 4]
 
 
+@DRAWS
 def test_a_token_that_is_not_kept_is_never_drawn() -> None:
     """Kept tokens have the lowest logits; any number has to find one of them."""
     z = torch.arange(211.0)[None].flip(-1)
@@ -203,6 +208,7 @@ def test_a_token_that_is_not_kept_is_never_drawn() -> None:
     assert set(drawn) <= {50, 77, 200}
 
 
+@DRAWS
 @pytest.mark.parametrize("edge", [0.0, LARGEST_UNIFORM])
 def test_edges_of_a_peaked_and_of_a_flat_row(edge: float) -> None:
     flat, peaked = torch.zeros(1, 50_257), torch.zeros(1, 50_257)
@@ -211,6 +217,7 @@ def test_edges_of_a_peaked_and_of_a_flat_row(edge: float) -> None:
     assert draw(peaked, [edge]) == [31_000 if edge else draw(peaked, [0.0])[0]]
 
 
+@DRAWS
 def test_every_token_of_a_large_vocabulary_can_be_drawn() -> None:
     """The middle of a token's share finds it, behind one likely token; fp32 sums would leave most unreachable."""
     z = random_logits(1, 152_064, scale=0.1) - 19.0
@@ -221,6 +228,7 @@ def test_every_token_of_a_large_vocabulary_can_be_drawn() -> None:
     assert draw(z, middles.tolist()) == tokens.tolist()
 
 
+@DRAWS
 def test_frequencies_are_the_probabilities() -> None:
     """Chi-square over 40,000 draws; the numbers are fixed, and 1 generator seed in 1e4 would fail a right sampler."""
     z = random_logits(1, 61, scale=1.5)
@@ -229,6 +237,7 @@ def test_frequencies_are_the_probabilities() -> None:
     assert chi_square_p(counts.tolist(), (log_softmax_fp64(z)[0].exp() * 40_000).tolist()) > 1e-4
 
 
+@DRAWS
 def test_a_draw_does_not_depend_on_its_neighbours(threads: int) -> None:
     z, uniform = random_logits(50, 211), torch.rand(50, dtype=torch.float64)
     whole = sample_inverse_cdf(z, uniform)
