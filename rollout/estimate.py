@@ -32,7 +32,7 @@ _DEPTHS = (2, 4)
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of tensors made and not yet freed while it is active, and their peak.
 
-    What a library takes inside one operation is not seen.
+    What a library takes inside one operation is not seen, but for logsumexp's copy of its input.
     """
 
     def __init__(self) -> None:
@@ -48,6 +48,8 @@ class LiveBytes(TorchDispatchMode):
     ) -> Any:
         # views of what was there before, and results in its place, are not new
         given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        if func is torch.ops.aten.logsumexp.default:
+            self._reach(self.live + args[0].nbytes)
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
@@ -57,9 +59,12 @@ class LiveBytes(TorchDispatchMode):
                     self._known.add(key)
                     weakref.finalize(storage, self._freed, key, size)
                     self.live += size
-                    if self.live > self.peak:
-                        self.peak, self.kept_at_peak = self.live, self.kept
+                    self._reach(self.live)
         return out
+
+    def _reach(self, size: int) -> None:
+        if size > self.peak:
+            self.peak, self.kept_at_peak = size, self.kept
 
     def _freed(self, key: int, size: int) -> None:
         self._known.discard(key)
