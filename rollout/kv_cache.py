@@ -84,7 +84,7 @@ class KVCache:
         """Units of kv head 0, in order of position, that the blocks of a table hold."""
         per_block = self.block_size // self.unit
         first = np.asarray(blocks, np.int64) * (self.group.num_kv_heads * per_block)
-        return (first[:, None] + np.arange(per_block)).reshape(-1)
+        return first if per_block == 1 else (first[:, None] + np.arange(per_block)).reshape(-1)
 
     def rows(self, blocks: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Storage rows [T, kv_heads] for tokens at `positions` [T], each in its block [T]."""

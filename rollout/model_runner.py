@@ -73,10 +73,7 @@ class ModelRunner:
         counts = [chunk.count for chunk in chunks]
         total = sum(counts)
         starts = np.cumsum([0, *counts])
-        positions = np.concatenate([np.arange(c.start, c.start + c.count) for c in chunks])
-        blocks = np.concatenate([self._blocks(c) for c in chunks])
-        padding = round_up(total, self.row_multiple) - total
-        positions, blocks = np.pad(positions, (0, padding)), np.pad(blocks, (0, padding))
+        positions, blocks = self._places(chunks, round_up(total, self.row_multiple))
         completed = [int(starts[i + 1]) - 1 for i, chunk in enumerate(chunks) if chunk.completes]
         # somebody must be asked for logits even if no prompt is through yet
         logit_rows = completed + [0] * (round_up(max(len(completed), 1), self.row_multiple) - len(completed))
@@ -86,7 +83,7 @@ class ModelRunner:
             write_rows=self._on_device(self.cache.rows(blocks, positions).reshape(-1)),
             layers_seen=[],
         )
-        ids = self._token_ids(chunks, starts, total + padding)
+        ids = self._token_ids(chunks, starts, len(positions))
         logits = raw_logits(
             self.view, context, ids, self._on_device(positions), self._on_device(np.array(logit_rows, np.int64))
         )
@@ -97,9 +94,21 @@ class ModelRunner:
     def _on_device(self, array: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(array).to(self.device)
 
-    def _blocks(self, chunk: Chunk) -> NDArray[np.int64]:
-        table = np.asarray(chunk.sequence.table.blocks, np.int64)
-        return table[np.arange(chunk.start, chunk.start + chunk.count) // self.cache.block_size]
+    def _places(self, chunks: Seq[Chunk], size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Positions and blocks [size] of the chunks' tokens; what is behind them is padding, at 0."""
+        positions, blocks = np.zeros(size, np.int64), np.zeros(size, np.int64)
+        row = 0
+        for chunk in chunks:
+            if chunk.count == 1:  # without arrays of one, since most are
+                positions[row] = chunk.start
+                blocks[row] = chunk.sequence.table.blocks[chunk.start // self.cache.block_size]
+            else:
+                places = np.arange(chunk.start, chunk.start + chunk.count)
+                positions[row : row + chunk.count] = places
+                table = np.asarray(chunk.sequence.table.blocks, np.int64)
+                blocks[row : row + chunk.count] = table[places // self.cache.block_size]
+            row += chunk.count
+        return positions, blocks
 
     def _token_ids(self, chunks: Seq[Chunk], starts: NDArray[np.int64], total: int) -> Tensor:
         """Ids [total]: prompts and recomputed tokens from the host, the last sampled ones from the device."""
@@ -149,6 +158,7 @@ class ModelRunner:
         return num_prompt // size * size // SEGMENT_SIZE
 
     def _span(self, row: int, chunk: Chunk, first_segment: int) -> QuerySpan:
-        units = self.cache.units(chunk.sequence.table.blocks)[first_segment * SEGMENT_SIZE // self.cache.unit :]
+        # sequences that share a prefix have blocks that segments do not cut
+        units = self.cache.units(chunk.sequence.table.blocks[first_segment * SEGMENT_SIZE // self.cache.block_size :])
         lengths = np.arange(chunk.start + 1, chunk.start + chunk.count + 1)
         return QuerySpan(np.arange(row, row + chunk.count), lengths, units, first_segment)

@@ -74,12 +74,16 @@ def _encode_messages(messages: Sequence[Message], tokenizer: PreTrainedTokenizer
     return ids
 
 
+_TEXT_CONTEXT = 32
+"""Prompt tokens that a completion's text is decoded behind: more than any character or word is made of."""
+
+
 def decode_completion(
     prompt_ids: Sequence[int], completion_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase
 ) -> str:
     """The text that the completion adds to the prompt's: special tokens left out, spaces as they are.
 
-    Some tokenizers drop the space before a text's first word, so a completion is decoded behind its prompt.
+    Some tokenizers drop the space before a text's first word, so a completion is decoded behind its prompt's end.
     """
 
     def decode(ids: Sequence[int]) -> str:
@@ -87,8 +91,12 @@ def decode_completion(
         assert isinstance(text, str)
         return text
 
-    prompt = decode(prompt_ids)
-    whole = decode([*prompt_ids, *completion_ids])
+    before = prompt_ids[-_TEXT_CONTEXT:]
+    prompt = decode(before)
+    if not prompt:  # special tokens only
+        before = prompt_ids
+        prompt = decode(before)
+    whole = decode([*before, *completion_ids])
     # a prompt that ends inside a character has no text of its own to take away
     return whole[len(prompt) :] if whole.startswith(prompt) else decode(completion_ids)
 

@@ -14,11 +14,10 @@ from torch.autograd.function import once_differentiable
 from rollout_kernels.native import DTYPES, kernels, supports
 
 
-def _check(*tensors: Tensor) -> None:
-    first = tensors[0]
-    assert first.dtype in DTYPES
-    assert first.is_cpu or first.is_meta
-    assert all(x.dtype == first.dtype and x.device == first.device for x in tensors)
+def _check(x: Tensor, other: Tensor) -> None:
+    # once for every operation of a step, so without a loop
+    assert x.dtype in DTYPES and x.dtype == other.dtype, (x.dtype, other.dtype)  # noqa: PT018
+    assert (x.is_cpu and other.is_cpu) or (x.is_meta and other.is_meta), (x.device, other.device)
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -109,11 +108,13 @@ def fits_linear(weight: Tensor) -> bool:
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, plain: bool = False) -> Tensor:
     """x [..., K] times weight [N, K] transposed, or a plain weight [K, N], plus bias [N]."""
     depth, columns = weight.shape if plain else weight.shape[::-1]
-    _check(x, weight, *(() if bias is None else (bias,)))
+    _check(x, weight)
     assert x.shape[-1] == depth
     assert depth * x.element_size() % 4 == 0
     x, weight = x.contiguous(), weight.contiguous()
-    bias = None if bias is None else bias.contiguous()
+    if bias is not None:
+        _check(x, bias)
+        bias = bias.contiguous()
     out = x.new_empty(*x.shape[:-1], columns)
     if not x.is_meta:
         places = [None if t is None else t.data_ptr() for t in (x, weight, bias, out)]
@@ -156,7 +157,9 @@ def write_rows(keys: Tensor, values: Tensor, key_pool: Tensor, value_pool: Tenso
         key_pool.index_copy_(0, rows, keys)
         value_pool.index_copy_(0, rows, values)
     elif not keys.is_meta:
-        _check(keys, values, key_pool, value_pool)
+        _check(keys, values)
+        _check(key_pool, value_pool)
+        _check(keys, key_pool)
         assert keys.shape == values.shape == (len(rows), key_pool.shape[1])
         assert key_pool.is_contiguous() and value_pool.is_contiguous()  # noqa: PT018
         assert rows.dtype == torch.int64

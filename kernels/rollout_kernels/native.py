@@ -175,24 +175,24 @@ def _call(kernel: str, plan: AttentionPlan, scale: float, window: int | None, **
     assert q.dtype == tensors["keys"].dtype == tensors["values"].dtype
     assert q.shape[2] % 16 == 0 == SEGMENT_SIZE % layout.unit
     assert q.shape[1] == layout.num_kv_heads * layout.num_groups
-    arguments = _Attention(
-        **{name: tensor.data_ptr() for name, tensor in tensors.items()},
-        rows=tables.rows.ctypes.data,
-        lengths=tables.lengths.ctypes.data,
-        units=tables.units.ctypes.data,
-        spans=tables.spans.ctypes.data,
-        num_spans=len(tables.spans),
-        num_first=tables.num_first,
-        heads=q.shape[1],
-        kv_heads=layout.num_kv_heads,
-        dim=q.shape[2],
-        unit=layout.unit,
-        head_stride=layout.head_stride,
-        window=window or 0,
-        num_threads=torch.get_num_threads(),
-        bf16=q.dtype == torch.bfloat16,
-        scale=scale,
-    )
+    arguments = plan.arguments
+    if arguments is None:
+        arguments = plan.arguments = _Attention(
+            rows=tables.rows.ctypes.data,
+            lengths=tables.lengths.ctypes.data,
+            units=tables.units.ctypes.data,
+            spans=tables.spans.ctypes.data,
+            num_spans=len(tables.spans),
+            num_first=tables.num_first,
+            kv_heads=layout.num_kv_heads,
+            unit=layout.unit,
+            head_stride=layout.head_stride,
+        )
+    for name, tensor in tensors.items():
+        setattr(arguments, name, tensor.data_ptr())
+    arguments.heads, arguments.dim = q.shape[1:]
+    arguments.scale, arguments.window = scale, window or 0
+    arguments.num_threads, arguments.bf16 = torch.get_num_threads(), q.dtype == torch.bfloat16
     getattr(kernels(), kernel)(ctypes.byref(arguments))
 
 

@@ -5,9 +5,9 @@ reads: flat tables, or a few batches of equal tiles.
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -75,6 +75,8 @@ class AttentionPlan:
     spans: list[QuerySpan]
     layout: KVLayout
     device: torch.device
+    arguments: Any = field(default=None, init=False, repr=False)
+    """What a compiled kernel is told in every layer, kept by `native`."""
 
     @cached_property
     def tables(self) -> SpanTables:
