@@ -73,7 +73,7 @@ class ModelRunner:
         counts = [chunk.count for chunk in chunks]
         total = sum(counts)
         starts = np.cumsum([0, *counts])
-        positions, blocks = self._places(chunks, round_up(total, self.row_multiple))
+        positions, blocks = self._places(chunks, starts, round_up(total, self.row_multiple))
         completed = [int(starts[i + 1]) - 1 for i, chunk in enumerate(chunks) if chunk.completes]
         # somebody must be asked for logits even if no prompt is through yet
         logit_rows = completed + [0] * (round_up(max(len(completed), 1), self.row_multiple) - len(completed))
@@ -94,11 +94,12 @@ class ModelRunner:
     def _on_device(self, array: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(array).to(self.device)
 
-    def _places(self, chunks: Seq[Chunk], size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _places(
+        self, chunks: Seq[Chunk], starts: NDArray[np.int64], size: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Positions and blocks [size] of the chunks' tokens; what is behind them is padding, at 0."""
         positions, blocks = np.zeros(size, np.int64), np.zeros(size, np.int64)
-        row = 0
-        for chunk in chunks:
+        for chunk, row in zip(chunks, starts, strict=False):
             if chunk.count == 1:  # without arrays of one, since most are
                 positions[row] = chunk.start
                 blocks[row] = chunk.sequence.table.blocks[chunk.start // self.cache.block_size]
@@ -107,7 +108,6 @@ class ModelRunner:
                 positions[row : row + chunk.count] = places
                 table = np.asarray(chunk.sequence.table.blocks, np.int64)
                 blocks[row : row + chunk.count] = table[places // self.cache.block_size]
-            row += chunk.count
         return positions, blocks
 
     def _token_ids(self, chunks: Seq[Chunk], starts: NDArray[np.int64], total: int) -> Tensor:

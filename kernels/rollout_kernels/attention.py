@@ -176,12 +176,12 @@ class _TrainingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
+        grad_out = grads[0].contiguous()
+        delta = (grad_out.float() * out.float()).sum(-1)
         flat_k, flat_v = k.reshape(-1, 1, k.shape[-1]), v.reshape(-1, 1, v.shape[-1])
         compiled = native.supports(q.device, q.dtype)
-        of_call = native.segment_attention_backward if compiled else _backward_tiles
-        grad_q, grad_k, grad_v = of_call(
-            q, flat_k, flat_v, out, lse, grads[0].contiguous(), ctx.plan, ctx.scale, ctx.window
-        )
+        gradients = native.segment_attention_backward if compiled else _backward_tiles
+        grad_q, grad_k, grad_v = gradients(q, flat_k, flat_v, lse, grad_out, delta, ctx.plan, ctx.scale, ctx.window)
         return grad_q.to(q.dtype), grad_k.view_as(k).to(k.dtype), grad_v.view_as(v).to(v.dtype), None, None, None
 
 
@@ -189,15 +189,14 @@ def _backward_tiles(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    out: Tensor,
     lse: Tensor,
     grad_out: Tensor,
+    delta: Tensor,
     plan: AttentionPlan,
     scale: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q [T, H, D] and of flat k and v [N, 1, D] in fp32, tile by tile in a fixed order."""
-    delta = (grad_out.float() * out.float()).sum(-1)
     grad_q, grad_k, grad_v = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
     for tile in plan.tiles:
         # nothing here has to agree with the generator's bits, so rows and positions that nobody needs are left out

@@ -1,7 +1,7 @@
-"""Linear layers, row norms and gated activations on a CPU with compiled kernels.
+"""Linear layers, row norms, gated activations, KV writes and draws on a CPU with compiled kernels.
 
 A row's bits depend on that row only, not on the tensor's size or the number of threads. Values are those of torch's
-operations, within rounding. All are differentiable, and keep only their inputs for the backward.
+operations, within rounding. The first three are differentiable, and keep only their inputs for the backward.
 """
 
 from functools import partial

@@ -205,8 +205,7 @@ def segment_attention(
     """
     num_rows, heads, dim = q.shape
     out, lse = torch.zeros_like(q), q.new_full((num_rows, heads), -torch.inf, dtype=torch.float32)
-    chained = any(span.num_segments is not None for span in plan.spans)
-    states = q.new_empty(num_rows if chained else 0, heads, dim + 17, dtype=torch.float32)
+    states = q.new_empty(num_rows if plan.tables.chained else 0, heads, dim + 17, dtype=torch.float32)
     _call("segment_attention", plan, scale, window, q=q, keys=k, values=v, out=out, lse=lse, states=states)
     return out, lse
 
@@ -215,17 +214,19 @@ def segment_attention_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    out: Tensor,
     lse: Tensor,
     grad_out: Tensor,
+    delta: Tensor,
     plan: AttentionPlan,
     scale: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v in fp32, from what `segment_attention` took and gave; the same bits for any threads."""
+    """Gradients of q, k and v in fp32, from what `segment_attention` took and gave; the same bits for any threads.
+
+    delta: [T, H] fp32, sum over D of the output times its gradient.
+    """
     grads = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
-    tensors = {"q": q, "keys": k, "values": v, "lse": lse, "grad_out": grad_out}
-    tensors |= {"delta": (grad_out.float() * out.float()).sum(-1)}
+    tensors = {"q": q, "keys": k, "values": v, "lse": lse, "grad_out": grad_out, "delta": delta}
     tensors |= dict(zip(("grad_q", "grad_keys", "grad_values"), grads, strict=True))
     _call("segment_attention_backward", plan, scale, window, **tensors)
     return grads[0], grads[1], grads[2]

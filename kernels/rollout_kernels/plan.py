@@ -64,6 +64,8 @@ class SpanTables:
     spans: Ints
     num_first: int
     """How many begin at segment 0."""
+    chained: bool
+    """Whether rows of some span go on in another."""
 
 
 @dataclass
@@ -95,6 +97,7 @@ class AttentionPlan:
             units=_joined([span.units for span in spans]),
             spans=table,
             num_first=sum(span.first_segment == 0 for span in spans),
+            chained=any(span.num_segments is not None for span in spans),
         )
 
     @cached_property

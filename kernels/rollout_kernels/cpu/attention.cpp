@@ -28,8 +28,7 @@ class Task {
 
     void run(const Span& span, const TaskRows& rows) {
         start(rows, span.first_segment > 0);
-        const int64_t begin = rows.first_segment(span), reached = (rows.longest() + kSegment - 1) / kSegment;
-        const int64_t end = std::min(span.first_segment + span.num_segments, reached);
+        const int64_t begin = rows.first_segment(span), end = rows.end_segment(span);
         for (int64_t i = begin; i < end; ++i) {
             const Segment segment(rows, span, i);
             if (i == begin) segment.prefetch<Element>(call_);

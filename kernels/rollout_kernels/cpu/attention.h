@@ -33,8 +33,6 @@ struct Attention {
 };
 }
 
-constexpr float kLog2e = 1.44269504f;
-
 // Rows of one task: a kv head, and query rows that attend the same KV. The r-th row is a query row and a head.
 struct TaskRows {
     const Attention& call;
@@ -50,6 +48,9 @@ struct TaskRows {
     int64_t first_segment(const Span& span) const {  // the first that some row's window reaches
         const int64_t seen = call.window ? (call.lengths[begin] - call.window) / kSegment : 0;
         return std::max(span.first_segment, seen);
+    }
+    int64_t end_segment(const Span& span) const {  // behind the last that some row reaches
+        return std::min(span.first_segment + span.num_segments, (longest() + kSegment - 1) / kSegment);
     }
     static int64_t query_rows(const Attention& call) {  // how many a task takes at most
         return std::max<int64_t>(1, kTaskRows / (call.heads / call.kv_heads));

@@ -29,8 +29,7 @@ class BackwardTask {
 
     void run(const Span& span, const TaskRows& rows) {
         start(rows);
-        const int64_t end = span.first_segment + span.num_segments;
-        for (int64_t i = rows.first_segment(span); i < end && i * kSegment < rows.longest(); ++i)
+        for (int64_t i = rows.first_segment(span); i < rows.end_segment(span); ++i)
             back(rows, Segment(rows, span, i));
         for (int r = 0; r < rows.size(); ++r)
             for (int d = 0; d < dim_; ++d) call_.grad_q[rows.place(r) * dim_ + d] += grad_query_[r * dim_ + d];

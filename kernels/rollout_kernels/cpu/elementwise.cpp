@@ -51,7 +51,7 @@ void swiglu(const void* gate, const void* up, void* out, int64_t size, int threa
     for (int64_t begin = 0; begin < size; begin += kRow)
         each_vector(std::min(kRow, size - begin), [&](int64_t i, int count) {
             const Floats x = read<T>(static_cast<const Element*>(gate) + begin + i, count);
-            const Floats exponent = x * -1.44269504f;
+            const Floats exponent = x * -kLog2e;
             const Floats silu = exponent > 126.0f ? x * 0.0f : x / (1.0f + exp2(exponent));
             const Floats factor = read<T>(static_cast<const Element*>(up) + begin + i, count);
             write<T>(rounded<T>(silu) * factor, static_cast<Element*>(out) + begin + i, count);

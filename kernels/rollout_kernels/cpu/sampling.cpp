@@ -16,7 +16,7 @@ double weigh(const float* z, int count, float maximum, float* weights) {
     Doubles sums = {};
     for (int i = 0; i < count; i += kLanes) {
         const int some = std::min(kLanes, count - i);
-        write<Fp32>(exp2((read<Fp32>(z + i, some) - maximum) * 1.44269504f), weights + i, some);
+        write<Fp32>(exp2((read<Fp32>(z + i, some) - maximum) * kLog2e), weights + i, some);
         sums += __builtin_convertvector(read<Fp32>(weights + i, some), Doubles);
     }
     double sum = 0.0;

@@ -16,6 +16,7 @@
 
 constexpr int kLanes = 16;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kLog2e = 1.44269504f;
 
 using Word = uint32_t;
 typedef float Floats __attribute__((vector_size(64)));
