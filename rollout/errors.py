@@ -1,8 +1,8 @@
 """Errors a user can mend. Everything else that goes wrong is a bug of ours and raises as such."""
 
+from rollout_kernels.errors import RolloutError
 
-class RolloutError(ValueError):
-    """Bad input or configuration: the message names the thing, its value and the remedy."""
+__all__ = ["ExactnessError", "RolloutError"]
 
 
 class ExactnessError(RolloutError):

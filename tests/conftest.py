@@ -54,6 +54,6 @@ def threads(request: pytest.FixtureRequest, restore_threads: None) -> int:
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test runs with compiled kernels and with torch operations."""
     if request.param == "torch":
-        monkeypatch.setattr(native, "library", lambda: None)
-    elif native.library() is None:
+        monkeypatch.setattr(native, "compiled", lambda: None)
+    elif native.compiled() is None:
         pytest.skip("no compiled kernels here")

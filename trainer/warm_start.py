@@ -22,7 +22,8 @@ from rollout.packing import build_pack
 from rollout.prompts import encode_prompt
 from rollout.scoring import score_tokens
 from rollout.views import training_view
-from rollout_kernels.native import cache_directory, identity
+from rollout_kernels.cache import cache_directory
+from rollout_kernels.native import identity
 from trainer.config import ModelConfig, OptimConfig, TaskConfig
 from trainer.optimizer import MasterAdamW, learning_rate
 from trainer.rows import STYLE_PURPOSE, WARM_START_PURPOSE, Row, RowStream, uniforms

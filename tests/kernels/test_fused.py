@@ -30,7 +30,7 @@ norm = partial(rms_norm, eps=EPS)
 
 @pytest.fixture(autouse=True)
 def _compiled() -> None:
-    if native.library() is None:
+    if native.compiled() is None:
         pytest.skip("no compiled kernels here")
 
 

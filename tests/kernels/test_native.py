@@ -1,8 +1,8 @@
-"""Building and loading the compiled kernels, what stands in for them, and that they need no particular CPU."""
+"""Building and loading the compiled kernels, what stands in for them, and their values on every target at hand."""
 
+import ctypes
 import logging
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -17,6 +17,8 @@ from torch import Tensor
 
 from rollout_kernels import native
 from rollout_kernels.attention import training_attention
+from rollout_kernels.cpu import bindings
+from rollout_kernels.errors import RolloutError
 from rollout_kernels.fused import linear, rms_norm, swiglu
 from rollout_kernels.plan import AttentionPlan, KVLayout, QuerySpan
 
@@ -29,18 +31,18 @@ EPS = 1e-6
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """The library has not been looked for yet, and its cache is empty; returns where the cache keeps libraries."""
-    for name in ("COWROLL_KERNELS", "CXX"):
+    for name in ("COWROLL_KERNELS", "COWROLL_KERNELS_MARCH", "CXX"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("COWROLL_CACHE", str(tmp_path / "cache"))
-    native.library.cache_clear()
+    native.compiled.cache_clear()
     yield tmp_path / "cache" / "kernels"
-    native.library.cache_clear()
+    native.compiled.cache_clear()
 
 
 @pytest.fixture
 def compiler() -> None:
     """For a test that needs kernels that can be built."""
-    if native.library() is None:
+    if native.compiled() is None:
         pytest.skip("no compiled kernels here")
 
 
@@ -53,7 +55,10 @@ def script(path: Path, text: str) -> Path:
 
 def python(code: str, **environment: str) -> subprocess.Popen[str]:
     """A process that runs this and prints; it builds without optimisation, which is quicker."""
-    start = "import torch\nfrom rollout_kernels import native\nnative._FLAGS[0] = '-O0'\nCPU = torch.device('cpu')\n"
+    start = (
+        "import torch\nfrom rollout_kernels import native\nfrom rollout_kernels.cpu import build\n"
+        "build._FLAGS[0] = '-O0'\nCPU = torch.device('cpu')\n"
+    )
     arguments, pipe = [sys.executable, "-c", start + code], subprocess.PIPE
     return subprocess.Popen(arguments, env=os.environ | environment, stdout=pipe, stderr=pipe, text=True)
 
@@ -69,7 +74,7 @@ def printed(process: subprocess.Popen[str]) -> str:
 
 def test_torch_operations_can_be_asked_for(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COWROLL_KERNELS", "torch")
-    assert native.library() is None
+    assert native.compiled() is None
     assert native.identity(CPU) == "torch"
     assert not native.supports(CPU, torch.float32)
     assert not fresh.exists()
@@ -78,14 +83,14 @@ def test_torch_operations_can_be_asked_for(fresh: Path, monkeypatch: pytest.Monk
 def test_another_choice_is_refused(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COWROLL_KERNELS", "fast")
     with pytest.raises(ValueError, match="COWROLL_KERNELS='fast'"):
-        native.library()
+        native.compiled()
 
 
 def warned(caplog: pytest.LogCaptureFixture) -> str:
     """The one warning of a look for the library, in vain."""
-    with caplog.at_level(logging.WARNING, logger=native.__name__):
-        assert native.library() is None
-        assert native.library() is None
+    with caplog.at_level(logging.WARNING, logger="rollout_kernels"):
+        assert native.compiled() is None
+        assert native.compiled() is None
     assert native.identity(CPU) == "torch"
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
@@ -108,12 +113,16 @@ def test_a_compiler_that_fails_is_named(
 
 
 @COMPILED
-def test_a_cache_that_cannot_be_written_is_named(
-    fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("below", ["file", "file/below"])
+def test_a_cache_that_cannot_be_written_is_done_without(fresh: Path, tmp_path: Path, below: str) -> None:
+    """The kernels are built for the process alone, with a warning."""
     (tmp_path / "file").touch()
-    monkeypatch.setenv("COWROLL_CACHE", str(tmp_path / "file" / "below"))
-    assert str(tmp_path / "file" / "below") in warned(caplog)
+    code = "import logging; logging.basicConfig(format='%(message)s'); print(native.identity(CPU))"
+    process = python(code, COWROLL_KERNELS="native", COWROLL_CACHE=str(tmp_path / below))
+    out, err = process.communicate(timeout=300)
+    assert out.startswith("cpu"), err
+    assert "compiled kernels are not kept" in err
+    assert str(tmp_path / below) in err
 
 
 @pytest.mark.parametrize(
@@ -150,7 +159,7 @@ def test_kernels_that_are_insisted_on_are_not_done_without(fresh: Path, monkeypa
     monkeypatch.setenv("COWROLL_KERNELS", "native")
     monkeypatch.setenv("CXX", "/bin/false")
     with pytest.raises(ValueError, match=r"COWROLL_KERNELS=native, but .*/bin/false"):
-        native.library()
+        native.compiled()
 
 
 def test_a_folder_that_others_may_write_is_not_loaded_from(
@@ -158,8 +167,10 @@ def test_a_folder_that_others_may_write_is_not_loaded_from(
 ) -> None:
     fresh.mkdir(parents=True)
     fresh.chmod(0o777)
-    monkeypatch.setenv("CXX", "true")
-    assert f"{fresh} is another user's, or others may write there" in warned(caplog)
+    with caplog.at_level(logging.WARNING, logger="rollout_kernels"):
+        native.compiled()
+    assert f"{fresh} is another user's, or others may write there" in caplog.text
+    assert list(fresh.iterdir()) == []
 
 
 # -- the build ----------------------------------------------------------------------------------------------------
@@ -201,21 +212,28 @@ def test_a_library_is_built_once(fresh: Path, monkeypatch: pytest.MonkeyPatch, t
     """By one process; later ones, and later looks, find it there."""
     log = tmp_path / "log"
     compiler = script(tmp_path / "compiler", f'echo "$1" >> {log}; exec {shutil.which("g++")} "$@"')
-    code = "assert native.identity(CPU) != 'torch'; native.library.cache_clear(); print(native.identity(CPU))"
+    code = "assert native.identity(CPU) != 'torch'; native.compiled.cache_clear(); print(native.identity(CPU))"
     first = printed(python(code, CXX=str(compiler))).strip()
     (built,) = fresh.iterdir()
-    assert built.name == f"{first}.so"
+    assert built.name.split("-")[0] == first.split("-")[-1]
     before = built.stat().st_mtime_ns
     assert printed(python(code, CXX=str(compiler))).strip() == first
     assert [path.stat().st_mtime_ns for path in fresh.iterdir()] == [before]
-    assert log.read_text().split() == ["-O0", "-O0", "-shared", "-O0", "-O0", "-O0"]
+    assert log.read_text().split() == ["-O0"] * 6
 
 
 @COMPILED
-def test_a_broken_library_is_built_anew(fresh: Path) -> None:
+@pytest.mark.parametrize("damage", ["half", "zeros", "empty", "one byte"])
+def test_a_damaged_library_is_built_anew(fresh: Path, damage: str) -> None:
+    """It is never loaded: one whose pages are missing would end the process with SIGBUS."""
     name = printed(python("print(native.identity(CPU))")).strip()
-    (fresh / f"{name}.so").write_bytes(b"half")
+    (built,) = fresh.iterdir()
+    whole = built.read_bytes()
+    changed = {"half": whole[: len(whole) // 2], "zeros": bytes(len(whole)), "empty": b""}
+    built.write_bytes(changed.get(damage, whole[:5000] + bytes([whole[5000] ^ 1]) + whole[5001:]))
     assert printed(python("print(native.identity(CPU))")).strip() == name
+    (again,) = fresh.iterdir()
+    assert again.read_bytes() == whole
 
 
 @COMPILED
@@ -230,7 +248,8 @@ def test_two_processes_may_build_at_once(fresh: Path, tmp_path: Path) -> None:
     )
     outs = [printed(process) for process in [python(code, CXX=str(compiler)) for _ in range(2)]]
     assert [path.suffix for path in fresh.iterdir()] == [".so"]
-    assert outs == [f"{next(fresh.iterdir()).stem} [24.0]\n"] * 2
+    digest = next(fresh.iterdir()).name.split("-")[0]
+    assert [out.split("-", 1)[1] if out.count("-") == 1 else out for out in outs] == [f"{digest} [24.0]\n"] * 2
 
 
 @COMPILED
@@ -246,29 +265,76 @@ def test_kernels_run_in_torchs_own_pool_of_threads() -> None:
     assert paths[0].name.startswith("libgomp")
 
 
-# -- values, with AVX-512 and without -----------------------------------------------------------------------------
+# -- the target ---------------------------------------------------------------------------------------------------
+
+
+def test_another_target_is_another_identity(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = set()
+    for march in ("", "x86-64-v2", "x86-64"):
+        monkeypatch.setenv("COWROLL_KERNELS_MARCH", march)
+        native.compiled.cache_clear()
+        seen.add(native.identity(CPU))
+    assert len(seen) == 3
+
+
+@COMPILED
+@pytest.mark.parametrize("march", ["pentium-9", "x86-64-v9", "-O3", "a b"])
+def test_an_unknown_target_is_refused(fresh: Path, monkeypatch: pytest.MonkeyPatch, march: str) -> None:
+    monkeypatch.setenv("COWROLL_KERNELS_MARCH", march)
+    with pytest.raises(RolloutError, match=f"COWROLL_KERNELS_MARCH='{march}'"):
+        native.compiled()
+
+
+@COMPILED
+@pytest.mark.skipif("avx512_fp16" in Path("/proc/cpuinfo").read_text(), reason="this CPU has it all")
+def test_a_target_that_this_cpu_lacks_is_refused(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COWROLL_KERNELS_MARCH", "sapphirerapids")
+    with pytest.raises(RolloutError, match=r"COWROLL_KERNELS_MARCH='sapphirerapids': this CPU lacks .*avx512_fp16"):
+        native.compiled()
+
+
+@COMPILED
+@pytest.mark.parametrize("field", ["version", "attention_size", "attention_scale", "span_size", "segment_size"])
+def test_kernels_that_mean_other_structures_are_not_called(monkeypatch: pytest.MonkeyPatch, field: str) -> None:
+    class Other:
+        def __getattr__(self, name: str) -> object:
+            return getattr(native.kernels(), name)
+
+        @staticmethod
+        def kernel_interface(out: object) -> None:
+            native.kernels().kernel_interface(out)
+            interface = ctypes.cast(out, ctypes.POINTER(bindings.Interface)).contents  # type: ignore[arg-type]
+            setattr(interface, field, getattr(interface, field) + 1)
+
+    with pytest.raises(AssertionError):
+        bindings.bind(Other())  # type: ignore[arg-type]
+
+
+# -- values, on every target that is at hand -----------------------------------------------------------------------
+
+BUILDS = [("", ""), *((cxx, march) for cxx in ("g++", "clang++") for march in ("native", "x86-64-v3", "x86-64-v2"))]
 
 
 @pytest.fixture(scope="module")
-def portable_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("portable")
+def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("builds")
 
 
-@pytest.fixture(params=["native", "portable"])
-def build(
-    request: pytest.FixtureRequest, compiler: None, monkeypatch: pytest.MonkeyPatch, portable_cache: Path
-) -> Iterator[None]:
-    """The kernels for this CPU, or those for one of its kind without AVX-512."""
-    if request.param == "portable":
-        if platform.machine() not in ("x86_64", "AMD64"):
-            pytest.skip("AVX-512 is of x86-64")
-        usual = native.identity(CPU)
-        monkeypatch.setattr(native, "_FLAGS", [*native._FLAGS, "-mno-avx512f"])
-        monkeypatch.setenv("COWROLL_CACHE", str(portable_cache))
-        native.library.cache_clear()
-        assert native.identity(CPU) not in ("torch", usual)
+@pytest.fixture(params=BUILDS, ids=lambda build: "-".join(build) if build[0] else "usual")
+def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, caches: Path) -> Iterator[None]:
+    """The kernels as they are usually built, and those of each compiler for this CPU and for lesser ones."""
+    cxx, march = request.param
+    if cxx:
+        if shutil.which(cxx) is None:
+            pytest.skip(f"no {cxx} here")
+        monkeypatch.setenv("CXX", cxx)
+        monkeypatch.setenv("COWROLL_KERNELS_MARCH", march)
+        monkeypatch.setenv("COWROLL_CACHE", str(caches))
+    native.compiled.cache_clear()
+    if native.compiled() is None:
+        pytest.skip("no compiled kernels here")
     yield
-    native.library.cache_clear()
+    native.compiled.cache_clear()
 
 
 def randoms(*shapes: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
@@ -378,7 +444,6 @@ def test_any_nan_in_a_query_reaches_its_row(build: None) -> None:
     assert causal(q, k, v)[0, 9].isnan().all()
 
 
-@pytest.mark.parametrize("build", ["portable"], indirect=True)
 def test_flushing_denormals_changes_nothing(build: None) -> None:
     q, k, v = randoms(*QKV, dtype=torch.float32)
     expected = causal(20 * q, 20 * k, v)

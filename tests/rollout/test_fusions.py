@@ -29,7 +29,7 @@ GROUPS = [(prompt, random_prompts((9, 2, 6), seed=1)) for prompt in random_promp
 
 @pytest.fixture(autouse=True)
 def _compiled() -> None:
-    if native.library() is None:
+    if native.compiled() is None:
         pytest.skip("no compiled kernels here")
 
 

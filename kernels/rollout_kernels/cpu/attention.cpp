@@ -6,6 +6,7 @@
 // go on apart keep their state in between.
 
 #include "attention.h"
+#include "parallel.h"
 
 #include <cmath>
 
@@ -43,7 +44,7 @@ class Task {
     void start(const TaskRows& rows, bool goes_on) {
         for (int r = 0; r < rows.size(); ++r) {
             const int64_t at = rows.place(r);
-            std::memcpy(&query_[r * words_], static_cast<const Element*>(call_.q) + at * dim_, words_ * sizeof(Word));
+            copy_words<T>(static_cast<const Element*>(call_.q) + at * dim_, words_, &query_[r * words_]);
             const float* state = call_.states + at * (dim_ + kLanes + 1);
             reference_[r] = goes_on ? state[dim_ + kLanes] : -kInfinity;
             float *sums = &sums_[r * dim_], *totals = &totals_[r * kLanes];
@@ -53,7 +54,7 @@ class Task {
     }
 
     void attend(const TaskRows& rows, const Segment& segment) {
-        segment.by_word(static_cast<const Element*>(call_.keys), words_, keys_.data());
+        segment.by_word<T>(static_cast<const Element*>(call_.keys), words_, keys_.data());
         segment.by_position<T>(static_cast<const Element*>(call_.values), dim_, values_.data());
         product<T>(rows.size(), segment.vectors(), {query_.data(), words_}, {keys_.data(), kSegment},
                    {scores_.data(), kSegment}, words_, false);
@@ -83,7 +84,7 @@ class Task {
         const float reference = reference_[r] == -kInfinity ? 0.0f : reference_[r];
         for (int v = 0; v < segment.vectors(); ++v) {
             const Floats weight = exp2(score[v] - reference);
-            T::round(weight, &weights_[r * kSegment + v * kLanes]);
+            T::factor(weight, &weights_[r * kSegment + v * kLanes]);
             total += weight;
         }
         store(&totals_[r * kLanes], total);
@@ -111,7 +112,7 @@ class Task {
     int dim_, words_;
     Buffer<Word> query_, keys_, values_;
     Buffer<float> scores_, sums_, totals_, reference_;
-    Buffer<Element> weights_;
+    Buffer<typename T::Factor> weights_;
 };
 
 template <class T>
@@ -127,19 +128,11 @@ void forward(const Attention& call) {
         for (int64_t begin = span->row_begin; begin < span->row_end; begin += size)
             phases[i >= call.num_first].push_back({span, begin, std::min(begin + size, span->row_end)});
     }
-#pragma omp parallel num_threads(call.num_threads)
-    {
-        static thread_local Task<T> task;
-        task.begin(call);
-        for (const auto& pieces : phases) {
-            const int64_t count = static_cast<int64_t>(pieces.size()) * call.kv_heads;
-#pragma omp for schedule(dynamic)
-            for (int64_t i = 0; i < count; ++i) {
-                const Piece& piece = pieces[i / call.kv_heads];
-                task.run(*piece.span, {call, piece.begin, piece.end, i % call.kv_heads});
-            }
-        }
-    }
+    for (const auto& pieces : phases)
+        share_out<Task<T>>(pieces.size() * call.kv_heads, call.num_threads, call, [&](Task<T>& task, int64_t i) {
+            const Piece& piece = pieces[i / call.kv_heads];
+            task.run(*piece.span, {call, piece.begin, piece.end, i % call.kv_heads});
+        });
 }
 
 }  // namespace

@@ -4,7 +4,7 @@
 
 #include <vector>
 
-#include "vectors.h"
+#include "product.h"
 
 constexpr int kSegment = 64, kVectors = kSegment / kLanes;
 constexpr int kTaskRows = 64;  // query rows times heads per kv head that one task takes
@@ -22,7 +22,7 @@ struct Attention {
     const void *q, *keys, *values;
     void* out;
     float* lse;     // [T, heads], log-sum-exp in units of ln 2
-    float* states;  // [T, heads, D + 17], of rows that go on
+    float* states;  // [T, heads, D + kLanes + 1], of rows that go on
     const void* grad_out;
     const float* delta;                    // [T, heads], sum of grad_out * out
     float *grad_q, *grad_keys, *grad_values;  // fp32, shaped as what they are of
@@ -88,23 +88,24 @@ struct Segment {
             }
     }
 
-    // scores of 16 positions, with -inf where a row of this length does not see the position
+    // scores of kLanes positions, with -inf where a row of this length does not see the position
     Floats masked(Floats score, int vector, int64_t length, int64_t window) const {
         const int64_t end = length - first, begin = window ? end - window : 0;
         if (end >= (vector + 1) * kLanes && begin <= vector * kLanes) return score;
-        const Ints position = kLane + vector * kLanes;
+        const Ints position = lane_numbers() + vector * kLanes;
         const int until = static_cast<int>(std::clamp<int64_t>(end, 0, kSegment));
         const int from = static_cast<int>(std::clamp<int64_t>(begin, 0, kSegment));
-        return (position < until) & (position >= from) ? score : all(-kInfinity);
+        const Ints visible_lanes = (position < until) & (position >= from);
+        return visible_lanes ? score : all(-kInfinity);
     }
 
     // keys or values as [words of D, positions]
-    template <class Element>
-    void by_word(const Element* storage, int words, Word* out) const {
+    template <class T>
+    void by_word(const typename T::Element* storage, int words, Word* out) const {
         for (int v = 0; v < vectors(); ++v) {
-            const Word* rows[kLanes];
-            for (int i = 0; i < kLanes; ++i) rows[i] = reinterpret_cast<const Word*>(storage + at[v * kLanes + i]);
-            transpose_rows(rows, words, out + v * kLanes, kSegment);
+            const typename T::Element* rows[kLanes];
+            for (int i = 0; i < kLanes; ++i) rows[i] = storage + at[v * kLanes + i];
+            transpose_rows<T>(rows, words, out + v * kLanes, kSegment);
         }
     }
 

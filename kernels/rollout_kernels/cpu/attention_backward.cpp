@@ -3,12 +3,14 @@
 // A kv head is one thread's, which takes its rows in order, so gradients are the same whatever the number of threads.
 
 #include "attention.h"
+#include "parallel.h"
 
 namespace {
 
 template <class T>
 class BackwardTask {
     using Element = typename T::Element;
+    using Factor = typename T::Factor;
 
   public:
     void begin(const Attention& call) {
@@ -40,8 +42,8 @@ class BackwardTask {
         const auto* q = static_cast<const Element*>(call_.q);
         const auto* grad_out = static_cast<const Element*>(call_.grad_out);
         for (int r = 0; r < rows.size(); ++r) {
-            std::memcpy(&query_[r * words_], q + rows.place(r) * dim_, words_ * sizeof(Word));
-            std::memcpy(&grad_out_[r * words_], grad_out + rows.place(r) * dim_, words_ * sizeof(Word));
+            copy_words<T>(q + rows.place(r) * dim_, words_, &query_[r * words_]);
+            copy_words<T>(grad_out + rows.place(r) * dim_, words_, &grad_out_[r * words_]);
         }
         for (int r = 0; r < rows.size(); r += T::kPerWord) {
             const int next = r + T::kPerWord - 1;
@@ -56,13 +58,13 @@ class BackwardTask {
         std::fill_n(grad_query_.data(), rows.size() * dim_, 0.0f);
         // rows that are not there weigh nothing
         for (const auto* factor : {&weights_, &grad_scores_})
-            std::fill_n(factor->data(), padded_ * kSegment, Element{});
+            std::fill_n(factor->data(), padded_ * kSegment, Factor{});
     }
 
     void back(const TaskRows& rows, const Segment& segment) {
         const auto *keys = static_cast<const Element*>(call_.keys), *values = static_cast<const Element*>(call_.values);
-        segment.by_word(keys, words_, keys_.data());
-        segment.by_word(values, words_, values_.data());
+        segment.by_word<T>(keys, words_, keys_.data());
+        segment.by_word<T>(values, words_, values_.data());
         segment.by_position<T>(keys, dim_, keys_by_position_.data());
         const int size = rows.size(), vectors = segment.vectors();
         product<T>(size, vectors, {query_.data(), words_}, {keys_.data(), kSegment}, {scores_.data(), kSegment}, words_,
@@ -82,23 +84,23 @@ class BackwardTask {
             const int at = r * kSegment + v * kLanes;
             const Floats score = load<Floats>(&scores_[at]) * (call_.scale * kLog2e);
             const Floats weight = exp2(segment.masked(score, v, rows.length(r), call_.window) - call_.lse[place]);
-            T::round(weight, &weights_[at]);
-            T::round(weight * (load<Floats>(&grad_weights_[at]) - call_.delta[place]) * call_.scale, &grad_scores_[at]);
+            T::factor(weight, &weights_[at]);
+            T::factor(weight * (load<Floats>(&grad_weights_[at]) - call_.delta[place]) * call_.scale, &grad_scores_[at]);
         }
     }
 
     // total [positions, D] += factor [rows, positions] transposed, times other [words of rows, D]
-    void add_to(float* total, const Element* factor, const Word* other, int size, const Segment& segment) {
+    void add_to(float* total, const Factor* factor, const Word* other, int size, const Segment& segment) {
         const int words = (size + T::kPerWord - 1) / T::kPerWord, positions = segment.vectors() * kLanes;
         for (int w = 0; w < row_words_; ++w)
             for (int p = 0; p < positions; p += kLanes) {
-                const Element* row = factor + w * T::kPerWord * kSegment + p;
-                store(&by_row_[w * kSegment + p], T::pair(row, row + (T::kPerWord - 1) * kSegment));
+                const Factor* row = factor + w * T::kPerWord * kSegment + p;
+                store(&by_row_[w * kSegment + p], T::factors(row, row + (T::kPerWord - 1) * kSegment));
             }
         for (int w = 0; w < words; w += kLanes) {
-            const Word* rows[kLanes];
-            for (int i = 0; i < kLanes; ++i) rows[i] = &by_row_[(w + i) * kSegment];
-            transpose_rows(rows, positions, &transposed_[w], row_words_);
+            const float* rows[kLanes];
+            for (int i = 0; i < kLanes; ++i) rows[i] = reinterpret_cast<const float*>(&by_row_[(w + i) * kSegment]);
+            transpose_rows<Fp32>(rows, positions, &transposed_[w], row_words_);
         }
         product<T>(segment.visible, dim_ / kLanes, {transposed_.data(), row_words_}, {other, dim_},
                    {grad_segment_.data(), dim_}, words, false);
@@ -112,22 +114,18 @@ class BackwardTask {
     Buffer<Word> query_, grad_out_, query_by_row_, grad_out_by_row_, keys_, values_, keys_by_position_;
     Buffer<Word> by_row_, transposed_;
     Buffer<float> scores_, grad_weights_, grad_query_, grad_segment_;
-    Buffer<Element> weights_, grad_scores_, zeros_;
+    Buffer<Factor> weights_, grad_scores_;
+    Buffer<Element> zeros_;
 };
 
 template <class T>
 void backward(const Attention& call) {
     const int64_t size = TaskRows::query_rows(call);
-#pragma omp parallel num_threads(call.num_threads)
-    {
-        static thread_local BackwardTask<T> task;
-        task.begin(call);
-#pragma omp for schedule(dynamic)
-        for (int64_t head = 0; head < call.kv_heads; ++head)
-            for (const Span* span = call.spans; span < call.spans + call.num_spans; ++span)
-                for (int64_t begin = span->row_begin; begin < span->row_end; begin += size)
-                    task.run(*span, {call, begin, std::min(begin + size, span->row_end), head});
-    }
+    share_out<BackwardTask<T>>(call.kv_heads, call.num_threads, call, [&](BackwardTask<T>& task, int64_t head) {
+        for (const Span* span = call.spans; span < call.spans + call.num_spans; ++span)
+            for (int64_t begin = span->row_begin; begin < span->row_end; begin += size)
+                task.run(*span, {call, begin, std::min(begin + size, span->row_end), head});
+    });
 }
 
 }  // namespace

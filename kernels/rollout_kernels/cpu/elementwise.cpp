@@ -3,13 +3,14 @@
 
 #include <cmath>
 
+#include "parallel.h"
 #include "vectors.h"
 
 namespace {
 
 constexpr int64_t kAlone = 1 << 15;  // elements that are not worth waking other threads for
 
-// f(offset, count) for each vector of a row of `size` elements; the last may have fewer than 16.
+// f(offset, count) for each vector of a row of `size` elements; the last may have fewer than kLanes.
 template <class F>
 inline void each_vector(int64_t size, F f) {
     for (int64_t i = 0; i < size; i += kLanes) f(i, static_cast<int>(std::min<int64_t>(kLanes, size - i)));
@@ -26,20 +27,21 @@ template <class T>
 void rms_norm(const void* x, const void* weight, void* out, int64_t rows, int64_t dim, float eps, int threads) {
     using Element = typename T::Element;
     const auto* scale = static_cast<const Element*>(weight);
-#pragma omp parallel for num_threads(threads) if (rows * dim > kAlone)
-    for (int64_t r = 0; r < rows; ++r) {
-        const Element* from = static_cast<const Element*>(x) + r * dim;
-        Element* to = static_cast<Element*>(out) + r * dim;
+    const auto norm = [&](const Element* from, Element* to) {
         Floats squares = {};
         each_vector(dim, [&](int64_t i, int count) {
             const Floats v = read<T>(from + i, count);
-            squares += v * v;
+            squares = multiply_add(v, v, squares);
         });
         const float inverse = 1.0f / std::sqrt(sum_of(squares) / static_cast<float>(dim) + eps);
         each_vector(dim, [&](int64_t i, int count) {
             write<T>(rounded<T>(read<T>(from + i, count) * inverse) * read<T>(scale + i, count), to + i, count);
         });
-    }
+    };
+    split(rows, rows * dim > kAlone ? threads : 1, [&](int64_t begin, int64_t end) {
+        for (int64_t at = begin * dim; at < end * dim; at += dim)
+            norm(static_cast<const Element*>(x) + at, static_cast<Element*>(out) + at);
+    });
 }
 
 // silu(gate) * up, each factor rounded to the element type
@@ -47,15 +49,16 @@ template <class T>
 void swiglu(const void* gate, const void* up, void* out, int64_t size, int threads) {
     using Element = typename T::Element;
     constexpr int64_t kRow = 1024;
-#pragma omp parallel for num_threads(threads) if (size > kAlone)
-    for (int64_t begin = 0; begin < size; begin += kRow)
-        each_vector(std::min(kRow, size - begin), [&](int64_t i, int count) {
+    split((size + kRow - 1) / kRow, size > kAlone ? threads : 1, [&](int64_t first, int64_t last) {
+        const int64_t begin = first * kRow;
+        each_vector(std::min(last * kRow, size) - begin, [&](int64_t i, int count) {
             const Floats x = read<T>(static_cast<const Element*>(gate) + begin + i, count);
             const Floats exponent = x * -kLog2e;
-            const Floats silu = exponent > 126.0f ? x * 0.0f : x / (1.0f + exp2(exponent));
+            const Floats silu = exponent > all(126.0f) ? x * 0.0f : x / (1.0f + exp2(exponent));
             const Floats factor = read<T>(static_cast<const Element*>(up) + begin + i, count);
             write<T>(rounded<T>(silu) * factor, static_cast<Element*>(out) + begin + i, count);
         });
+    });
 }
 
 }  // namespace

@@ -3,13 +3,14 @@
 //
 // A task computes 64 columns of out, a panel, for a tile of rows, and arranges its part of the weight as it goes.
 
-#include "vectors.h"
+#include "parallel.h"
+#include "product.h"
 
 namespace {
 
 constexpr int kPanel = 64;
+constexpr int kStrip = kTileVectors * kLanes;  // columns that a tile of products goes through together
 constexpr int64_t kTile = 384;  // rows: transposing a panel is little beside its product; x stays in the second cache
-constexpr int kDepth = 128;     // words of a panel at once: 32 KB, which stay in the first cache
 
 struct Linear {
     const void *x, *weight, *bias;  // x [rows, depth], weight [columns, depth] or plain; bias may be null
@@ -19,18 +20,23 @@ struct Linear {
     int threads;
 };
 
-// Words first .. first + depth of up to 64 rows of the weight, as [words, 64]; places behind the last row repeat it.
-inline void pack_rows(const Word* weight, int64_t words, int columns, int64_t first, int depth, Word* out) {
-    for (int v = 0; v * kLanes < columns; ++v) {
-        const Word* rows[kLanes];
-        for (int i = 0; i < kLanes; ++i) rows[i] = weight + std::min(v * kLanes + i, columns - 1) * words + first;
+// Where column c of a packed panel of `depth` words begins: strips lie one behind the other, each [depth, kStrip].
+inline int64_t packed_column(int c, int depth) { return int64_t{c / kStrip} * kStrip * depth + c % kStrip; }
+
+// `depth` words of up to 64 rows of the weight, `stride` elements apart; places behind the last row repeat it.
+template <class T>
+void pack_rows(const typename T::Element* weight, int64_t stride, int columns, int depth, Word* out) {
+    for (int c = 0; c < columns; c += kLanes) {
+        const typename T::Element* rows[kLanes];
+        for (int i = 0; i < kLanes; ++i) rows[i] = weight + std::min(c + i, columns - 1) * stride;
+        Word* to = out + packed_column(c, depth);
         int word = 0;
         for (; word + kLanes <= depth; word += kLanes) {
-            for (int i = 0; i < kLanes; ++i) __builtin_prefetch(rows[i] + word + kLanes * words);  // for the next 16
-            transpose(rows, word, out + word * kPanel + v * kLanes, kPanel);
+            for (int i = 0; i < kLanes; ++i) __builtin_prefetch(rows[i] + word * T::kPerWord + kLanes * stride);
+            transpose<T>(rows, word, to + word * kStrip, kStrip);
         }
         for (; word < depth; ++word)
-            for (int i = 0; i < kLanes; ++i) out[word * kPanel + v * kLanes + i] = rows[i][word];
+            for (int i = 0; i < kLanes; ++i) to[word * kStrip + i] = T::word(rows[i] + word * T::kPerWord);
     }
 }
 
@@ -46,7 +52,7 @@ void pack_plain(const typename T::Element* weight, int64_t stride, int columns, 
                 std::copy_n(low, columns - c, ends[0]), std::copy_n(high, columns - c, ends[1]);
                 low = ends[0], high = ends[1];
             }
-            store(out + word * kPanel + c, T::pair(low, high));
+            store(out + packed_column(c, depth) + word * kStrip, T::pair(low, high));
         }
 }
 
@@ -56,19 +62,22 @@ class Panel {
 
   public:
     void begin(const Linear& call) {
-        call_ = call, words_ = call.depth / T::kPerWord;
-        panel_.reserve(kDepth * kPanel), sums_.reserve(kTile * kPanel);
+        call_ = call;
+        panel_.reserve(kTileDepth * kPanel), sums_.reserve(kTile * kPanel);
+        if (!T::kInWords) x_.reserve(kTile * kTileDepth);
     }
 
     void run(int64_t column, int64_t begin) {
         const int rows = static_cast<int>(std::min(kTile, call_.rows - begin));
         const int columns = static_cast<int>(std::min<int64_t>(kPanel, call_.columns - column));
-        const auto* x = static_cast<const Word*>(call_.x) + begin * words_;
-        for (int64_t first = 0; first < words_; first += kDepth) {
-            const int depth = static_cast<int>(std::min<int64_t>(kDepth, words_ - first));
-            pack(column, columns, first, depth);
-            product<T>(rows, (columns + kLanes - 1) / kLanes, {x + first, static_cast<int>(words_)},
-                       {panel_.data(), kPanel}, {sums_.data(), kPanel}, depth, first > 0);
+        const int64_t words = call_.depth / T::kPerWord;
+        for (int64_t first = 0; first < words; first += kTileDepth) {
+            const int depth = static_cast<int>(std::min<int64_t>(kTileDepth, words - first));
+            pack(column, columns, first * T::kPerWord, depth);
+            const WordMatrix x = left(begin, rows, first * T::kPerWord, depth);
+            for (int c = 0; c < columns; c += kStrip)
+                product<T>(rows, (std::min(kStrip, columns - c) + kLanes - 1) / kLanes, x,
+                           {&panel_[packed_column(c, depth)], kStrip}, {&sums_[c], kPanel}, depth, first > 0);
         }
         for (int r = 0; r < rows; ++r)
             for (int c = 0; c < columns; c += kLanes)
@@ -76,14 +85,21 @@ class Panel {
     }
 
   private:
+    // Elements from `first` on of columns of the weight, as words.
     void pack(int64_t column, int columns, int64_t first, int depth) {
         const auto* weight = static_cast<const Element*>(call_.weight);
         if (call_.plain)
-            pack_plain<T>(weight + first * T::kPerWord * call_.columns + column, call_.columns, columns, depth,
-                          panel_.data());
+            pack_plain<T>(weight + first * call_.columns + column, call_.columns, columns, depth, panel_.data());
         else
-            pack_rows(reinterpret_cast<const Word*>(weight) + column * words_, words_, columns, first, depth,
-                      panel_.data());
+            pack_rows<T>(weight + column * call_.depth + first, call_.depth, columns, depth, panel_.data());
+    }
+
+    // Elements from `first` on of rows of x, as words: where they lie, or widened.
+    WordMatrix left(int64_t begin, int rows, int64_t first, int depth) {
+        const Element* x = static_cast<const Element*>(call_.x) + begin * call_.depth + first;
+        if constexpr (T::kInWords) return {reinterpret_cast<const Word*>(x), call_.depth / T::kPerWord};
+        for (int r = 0; r < rows; ++r) copy_words<T>(x + r * call_.depth, depth, &x_[r * depth]);
+        return {x_.data(), depth};
     }
 
     void finish(int r, int64_t row, int64_t column, int c, int count) {
@@ -93,21 +109,16 @@ class Panel {
     }
 
     Linear call_;
-    int64_t words_;
-    Buffer<Word> panel_;
+    Buffer<Word> panel_, x_;
     Buffer<float> sums_;
 };
 
 template <class T>
 void run(const Linear& call) {
     const int64_t panels = (call.columns + kPanel - 1) / kPanel, tiles = (call.rows + kTile - 1) / kTile;
-#pragma omp parallel num_threads(call.threads)
-    {
-        static thread_local Panel<T> panel;
-        panel.begin(call);
-#pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < panels * tiles; ++i) panel.run(i % panels * kPanel, i / panels * kTile);
-    }
+    share_out<Panel<T>>(panels * tiles, call.threads, call, [&](Panel<T>& panel, int64_t i) {
+        panel.run(i % panels * kPanel, i / panels * kTile);
+    });
 }
 
 }  // namespace

@@ -3,13 +3,14 @@
 
 #include <cmath>
 
+#include "parallel.h"
 #include "vectors.h"
 
 namespace {
 
 constexpr int kBlock = 64;  // tokens whose weights are summed before a draw is looked for among them
 
-typedef double Doubles __attribute__((vector_size(128)));
+typedef double Doubles __attribute__((vector_size(8 * kLanes)));
 
 // Weights of up to 64 tokens, relative to the likeliest; returns their sum.
 double weigh(const float* z, int count, float maximum, float* weights) {
@@ -61,9 +62,8 @@ int64_t draw(const float* z, double uniform, int64_t vocab, Buffer<double>& sums
 // z [rows, vocab] fp32, uniform [rows] in [0, 1) -> tokens [rows]
 extern "C" void draw_tokens(
     const float* z, const double* uniform, int64_t* tokens, int64_t rows, int64_t vocab, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(dynamic)
-    for (int64_t r = 0; r < rows; ++r) {
+    split(rows, threads, [&](int64_t begin, int64_t end) {
         static thread_local Buffer<double> sums;
-        tokens[r] = draw(z + r * vocab, uniform[r], vocab, sums);
-    }
+        for (int64_t r = begin; r < end; ++r) tokens[r] = draw(z + r * vocab, uniform[r], vocab, sums);
+    });
 }

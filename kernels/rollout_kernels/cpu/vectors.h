@@ -1,7 +1,7 @@
-// Vectors of 16 floats, the two element types, and the one matrix product that every kernel here is made of.
+// Vectors of the target's own width, and the two element types.
 //
-// Words: 32 bits, which is one fp32 element or two bf16 elements. Products read words and add up in fp32, in an order
-// that is the same for every element, so its bits do not depend on what is computed beside it.
+// Words: the 32 bits that products are made of, each one fp32 number, or a pair of bf16 where the target multiplies
+// those. Where it does not, bf16 is widened to fp32 on its way into a product.
 
 #pragma once
 
@@ -10,21 +10,18 @@
 #include <cstdlib>
 #include <cstring>
 #include <limits>
-#ifdef __AVX512F__
-#include <immintrin.h>
-#endif
+#include <utility>
 
-constexpr int kLanes = 16;
+#include "target.h"
+
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kLog2e = 1.44269504f;
 
 using Word = uint32_t;
-typedef float Floats __attribute__((vector_size(64)));
-typedef int32_t Ints __attribute__((vector_size(64)));
-typedef uint32_t Words __attribute__((vector_size(64)));
-typedef uint16_t Halves __attribute__((vector_size(32)));
-
-constexpr Ints kLane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+typedef float Floats __attribute__((vector_size(4 * kLanes)));
+typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
 
 template <class V>
 inline V load(const void* from) {
@@ -65,33 +62,82 @@ class Buffer {
 
 inline Floats all(float x) { return Floats{} + x; }
 
+// a * b + c, rounded once where the target can. Compilers do not fuse by themselves here (-ffp-contract=off), since they
+// do it in one loop and not in the next, and a row's bits would tell how many rows there were.
+inline Floats multiply_add(Floats a, Floats b, Floats c) {
+#if defined(TARGET_AVX512)
+    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(TARGET_AVX2)
+    return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
+
+template <class At, class V, int... I>
+inline V shuffled(V a, V b, std::integer_sequence<int, I...>) {
+#ifdef __clang__
+    return __builtin_shufflevector(a, b, At::of(I)...);
+#else
+    return __builtin_shuffle(a, b, Ints{At::of(I)...});
+#endif
+}
+
+// Lane i is lane At::of(i) of a and b laid end to end.
+template <class At, class V>
+inline V shuffle(V a, V b) {
+    return shuffled<At>(a, b, std::make_integer_sequence<int, kLanes>{});
+}
+
+template <int STEP>
+struct Swapped {  // lanes whose numbers differ in the bit STEP change places
+    static constexpr int of(int i) { return i ^ STEP; }
+};
+
 // the larger of each pair; b where one is nan
 inline Floats larger(Floats a, Floats b) {
-#ifdef __AVX512F__
+#if defined(TARGET_AVX512)
     return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(TARGET_AVX2)
+    return (Floats)_mm256_max_ps((__m256)a, (__m256)b);
 #else
     return a > b ? a : b;
 #endif
 }
 
+template <int STEP = kLanes / 2>
 inline float max_of(Floats v) {
-    for (int step = 8; step; step /= 2) v = larger(v, __builtin_shuffle(v, kLane ^ step));
-    return v[0];
+    v = larger(v, shuffle<Swapped<STEP>>(v, v));
+    if constexpr (STEP > 1) return max_of<STEP / 2>(v);
+    else return v[0];
+}
+
+template <int STEP = kLanes / 2>
+inline float sum_of(Floats v) {
+    v += shuffle<Swapped<STEP>>(v, v);
+    if constexpr (STEP > 1) return sum_of<STEP / 2>(v);
+    else return v[0];
 }
 
 inline bool any(Ints truth) {
-#ifdef __AVX512DQ__
+#if defined(TARGET_AVX512)
     return _mm512_movepi32_mask((__m512i)truth);
+#elif defined(TARGET_AVX2)
+    return _mm256_movemask_ps((__m256)truth);
 #else
-    for (int i = 0; i < kLanes; ++i)
-        if (truth[i]) return true;
-    return false;
+    int found = 0;
+    for (int i = 0; i < kLanes; ++i) found |= truth[i];
+    return found;
 #endif
 }
 
-inline float sum_of(Floats v) {
-    for (int step = 8; step; step /= 2) v += __builtin_shuffle(v, kLane ^ step);
-    return v[0];
+// 0, 1, 2, ...
+inline Ints lane_numbers() {
+    Ints numbers;
+    for (int i = 0; i < kLanes; ++i) numbers[i] = i;
+    return numbers;
 }
 
 // 2 ** x within 2e-7 of it, for x <= 127; 0 where x < -125. Coefficients of Cephes' exp2f.
@@ -100,56 +146,90 @@ inline Floats exp2(Floats x) {
     const Floats shifted = x + shift, f = x - (shifted - shift);
     Floats y = all(1.535336188e-4f);
     for (float c : {1.339887440e-3f, 9.618437357e-3f, 5.550332471e-2f, 2.402264791e-1f, 6.931472029e-1f, 1.0f})
-        y = y * f + c;
-    const Floats power = reinterpret_cast<Floats>((reinterpret_cast<Ints>(shifted) << 23) + (127 << 23));
-    return x < -125.0f ? Floats{} : y * power;
+        y = multiply_add(y, f, all(c));
+    // as unsigned numbers, since the low bits of what lies far below -125 may run over
+    const Floats power = reinterpret_cast<Floats>((reinterpret_cast<Words>(shifted) << 23) + (127u << 23));
+    return x < all(-125.0f) ? Floats{} : y * power;
 }
 
-struct Fp32 {
-    using Element = float;
+// Products of fp32 numbers: a word is one, and what a kernel multiplies by is kept in fp32.
+struct WideProducts {
+    using Factor = float;
     static constexpr int kPerWord = 1;
 
     static Floats step(Floats sum, Word a, Words b) {
         float x;
         std::memcpy(&x, &a, sizeof x);
-        return sum + x * reinterpret_cast<Floats>(b);
+        return multiply_add(all(x), reinterpret_cast<Floats>(b), sum);
     }
-    static Words pair(const Element* row, const Element*) { return load<Words>(row); }
-    static Floats widen(const Element* from) { return load<Floats>(from); }
-    static void round(Floats v, Element* to) { store(to, v); }
+    static void factor(Floats v, Factor* to) { store(to, v); }
+    static Words factors(const Factor* row, const Factor*) { return load<Words>(row); }
 };
 
-struct Bf16 {
-    using Element = uint16_t;
-    static constexpr int kPerWord = 2;
+struct Fp32 : WideProducts {
+    using Element = float;
+    static constexpr bool kInWords = true;  // whether rows of elements are words as they lie
 
-    // sum + a * b over the elements of a word
-    static Floats step(Floats sum, Word a, Words b) {
-#ifdef __AVX512BF16__
-        return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(static_cast<int>(a)), (__m512bh)b);
-#else
-        const Words x = Words{} + a;
-        sum += reinterpret_cast<Floats>(x << 16) * reinterpret_cast<Floats>(b << 16);
-        return sum + reinterpret_cast<Floats>(x & 0xffff0000u) * reinterpret_cast<Floats>(b & 0xffff0000u);
-#endif
+    static Words words(const Element* from) { return load<Words>(from); }
+    static Words pair(const Element* row, const Element*) { return load<Words>(row); }
+    static Word word(const Element* from) { return load<Word>(from); }
+    static Floats widen(const Element* from) { return load<Floats>(from); }
+    static void round(Floats v, Element* to) { store(to, v); }
+#ifdef TARGET_AVX2
+    static Words quads(const Element* low, const Element* high) {
+        return (Words)_mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(low)), _mm_loadu_ps(high), 1);
     }
-    // 16 columns of as many rows as a word has elements, as words
-    static Words pair(const Element* low, const Element* high) { return wide(low) | (wide(high) << 16); }
+#endif
+};
+
+struct Bf16Elements {
+    using Element = uint16_t;
+
     static Floats widen(const Element* from) { return reinterpret_cast<Floats>(wide(from) << 16); }
     static void round(Floats v, Element* to) {  // to nearest, ties to even
-#ifdef __AVX512BF16__
+#ifdef TARGET_BF16_PAIRS
         store(to, _mm512_cvtneps_pbh((__m512)v));
 #else
         const Words bits = reinterpret_cast<Words>(v), rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
         store(to, __builtin_convertvector(v == v ? rounded : Words{} + 0x7fc0u, Halves));
 #endif
     }
-
-  private:
     static Words wide(const Element* from) { return __builtin_convertvector(load<Halves>(from), Words); }
 };
 
-// Up to 16 elements, as a vector that zeros fill up.
+#ifdef TARGET_BF16_PAIRS
+struct Bf16 : Bf16Elements {
+    using Factor = Element;
+    static constexpr int kPerWord = 2;
+    static constexpr bool kInWords = true;
+
+    static Floats step(Floats sum, Word a, Words b) {
+        return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(static_cast<int>(a)), (__m512bh)b);
+    }
+    static void factor(Floats v, Factor* to) { round(v, to); }
+    static Words factors(const Factor* low, const Factor* high) { return pair(low, high); }
+    static Words words(const Element* from) { return load<Words>(from); }
+    static Word word(const Element* from) { return load<Word>(from); }
+    // kLanes columns of two rows, as words
+    static Words pair(const Element* low, const Element* high) { return wide(low) | (wide(high) << 16); }
+};
+#else
+struct Bf16 : Bf16Elements, WideProducts {
+    static constexpr bool kInWords = false;
+
+    static Words words(const Element* from) { return wide(from) << 16; }
+    static Words pair(const Element* row, const Element*) { return words(row); }
+    static Word word(const Element* from) { return Word{*from} << 16; }
+#ifdef TARGET_AVX2
+    static Words quads(const Element* low, const Element* high) {
+        const __m128i halves = _mm_unpacklo_epi64(_mm_loadl_epi64((const __m128i*)low), _mm_loadl_epi64((const __m128i*)high));
+        return (Words)_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16);
+    }
+#endif
+};
+#endif
+
+// Up to kLanes elements, as a vector that zeros fill up.
 template <class T>
 inline Floats read(const typename T::Element* from, int count) {
     if (count == kLanes) return T::widen(from);
@@ -167,75 +247,10 @@ inline void write(Floats v, typename T::Element* to, int count) {
     std::copy_n(row, count, to);
 }
 
-// a [rows, words] and b [words, columns], rows `stride` words apart; c [rows, columns] in floats.
-template <class Pointer>
-struct Matrix {
-    Pointer data;
-    int stride;
-
-    Matrix at(int row, int column) const { return {data + row * stride + column, stride}; }
-};
-using WordMatrix = Matrix<const Word*>;
-using FloatMatrix = Matrix<float*>;
-
-template <class T, int ROWS, int VECTORS>
-inline void block_product(WordMatrix a, WordMatrix b, FloatMatrix c, int words, bool add) {
-    Floats sum[ROWS][VECTORS] = {};
-    for (int w = 0; w < words; ++w) {
-        Words row[VECTORS];
-        for (int j = 0; j < VECTORS; ++j) row[j] = load<Words>(b.at(w, kLanes * j).data);
-#pragma GCC unroll 8
-        for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 8
-            for (int j = 0; j < VECTORS; ++j) sum[r][j] = T::step(sum[r][j], *a.at(r, w).data, row[j]);
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 8
-        for (int j = 0; j < VECTORS; ++j) {
-            float* to = c.at(r, kLanes * j).data;
-            store(to, add ? load<Floats>(to) + sum[r][j] : sum[r][j]);
-        }
-}
-
-template <class T, int VECTORS>
-inline void panel_product(int rows, WordMatrix a, WordMatrix b, FloatMatrix c, int words, bool add) {
-    int r = 0;
-    for (; r + 6 <= rows; r += 6) block_product<T, 6, VECTORS>(a.at(r, 0), b, c.at(r, 0), words, add);
-    for (; r + 2 <= rows; r += 2) block_product<T, 2, VECTORS>(a.at(r, 0), b, c.at(r, 0), words, add);
-    if (r < rows) block_product<T, 1, VECTORS>(a.at(r, 0), b, c.at(r, 0), words, add);
-}
-
-// c = a b, or c += a b; c has 16 * vectors columns.
+// `count` words of elements.
 template <class T>
-void product(int rows, int vectors, WordMatrix a, WordMatrix b, FloatMatrix c, int words, bool add) {
-    int v = 0;
-    for (; v + 4 <= vectors; v += 4, b = b.at(0, 4 * kLanes), c = c.at(0, 4 * kLanes))
-        panel_product<T, 4>(rows, a, b, c, words, add);
-    for (; v < vectors; ++v, b = b.at(0, kLanes), c = c.at(0, kLanes)) panel_product<T, 1>(rows, a, b, c, words, add);
-}
-
-// 16 words of each of 16 rows -> out[word * stride + row].
-inline void transpose(const Word* const* rows, int word, Word* out, int stride) {
-    Words x[kLanes], y[kLanes];
-    for (int i = 0; i < kLanes; ++i) x[i] = load<Words>(rows[i] + word);
-#pragma GCC unroll 4
-    for (int step = 1; step < kLanes; step *= 2) {
-        // lanes with the bit `step` change places with those of the row whose number differs in that bit
-        const Ints low = (kLane & step) ? (kLane ^ step) + kLanes : kLane;
-        const Ints high = (kLane & step) ? kLane + kLanes : kLane ^ step;
-#pragma GCC unroll 16
-        for (int i = 0; i < kLanes; ++i)
-            y[i] = i & step ? __builtin_shuffle(x[i ^ step], x[i], high) : __builtin_shuffle(x[i], x[i ^ step], low);
-        std::copy(y, y + kLanes, x);
-    }
-    for (int i = 0; i < kLanes; ++i) store(out + i * stride, x[i]);
-}
-
-// `words` words of each of 16 rows -> out[word * stride + row].
-inline void transpose_rows(const Word* const* rows, int words, Word* out, int stride) {
-    int word = 0;
-    for (; word + kLanes <= words; word += kLanes) transpose(rows, word, out + word * stride, stride);
-    for (; word < words; ++word)
-        for (int p = 0; p < kLanes; ++p) out[word * stride + p] = rows[p][word];
+inline void copy_words(const typename T::Element* from, int count, Word* to) {
+    int i = 0;
+    for (; i + kLanes <= count; i += kLanes) store(to + i, T::words(from + i * T::kPerWord));
+    for (; i < count; ++i) to[i] = T::word(from + i * T::kPerWord);
 }

@@ -1,0 +1,33 @@
+// What the target has, and what follows from it: the one place that asks for an instruction set.
+//
+// kLanes floats fill a vector register; wider vectors would live in memory. A product keeps kTileRows x kTileVectors
+// sums in registers, beside the vectors of one row of its right side and one element of its left, and goes through
+// kTileDepth rows of the right side at a time, which stay in the first cache.
+
+#pragma once
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
+#define TARGET_AVX512
+constexpr int kLanes = 16, kTileRows = 6, kTileVectors = 4, kTileDepth = 128;  // of 32 registers
+#elif defined(__AVX2__) && defined(__FMA__)
+#define TARGET_AVX2
+constexpr int kLanes = 8, kTileRows = 4, kTileVectors = 2, kTileDepth = 256;  // of 16 registers
+#elif defined(__aarch64__)
+constexpr int kLanes = 4, kTileRows = 4, kTileVectors = 4, kTileDepth = 256;  // of 32 registers
+#else
+constexpr int kLanes = 4, kTileRows = 4, kTileVectors = 2, kTileDepth = 256;  // of 16 registers, as SSE has
+#endif
+
+// Whether bf16 products are computed by instructions that take pairs of bf16; otherwise bf16 is widened to fp32 first.
+#if defined(TARGET_AVX512) && defined(__AVX512BF16__)
+#define TARGET_BF16_PAIRS
+constexpr bool kBf16Pairs = true;
+#else
+constexpr bool kBf16Pairs = false;
+#endif
