@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: train test lint accept
+.PHONY: train test lint accept targets sanitize
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -23,6 +23,20 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# the kernels' tests with every compiler and target that is at hand
+targets: $(STAMP)
+	for cxx in g++ clang++; do for march in native x86-64-v3 x86-64-v2; do \
+	    echo "$$cxx $$march"; \
+	    CXX=$$cxx COWROLL_KERNELS_MARCH=$$march COWROLL_KERNELS=native OMP_NUM_THREADS=1 \
+	        $(BIN)/python -m pytest tests/kernels $(ARGS) || exit 1; \
+	done; done
+
+# the kernels' tests under the address and undefined-behaviour sanitizers
+sanitize: $(STAMP)
+	CXX="g++ -fsanitize=address,undefined -fno-sanitize-recover=all -g" COWROLL_KERNELS=native OMP_NUM_THREADS=1 \
+	    ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
+	    $(BIN)/python -m pytest tests/kernels -m "not slow" $(ARGS)
 
 # the long checks: three seeds of the default run, the control, kill and resume, the whole parity grid
 accept: $(STAMP)

@@ -104,10 +104,10 @@ def _attend(
     """`attend` with the log-sum-exp in units of ln 2."""
     if native.supports(q.device, q.dtype):
         return native.segment_attention(q, k, v, plan, scale, window)
-    return _attend_tiles(q, k, v, plan.tiles, scale, window)
+    return attend_tiles(q, k, v, plan.tiles, scale, window)
 
 
-def _attend_tiles(
+def attend_tiles(
     q: Tensor, k: Tensor, v: Tensor, tiles: list[AttentionTiles], scale: float, window: int | None
 ) -> tuple[Tensor, Tensor]:
     num_rows, heads, dim = q.shape

@@ -66,6 +66,11 @@ def sample_inverse_cdf(z: Tensor, uniform: Tensor, kept: Tensor | None = None) -
         z = z.masked_fill(~kept, -torch.inf)
     if supports(z.device, z.dtype) and z.dtype == torch.float32:
         return draw_tokens(z, uniform)
+    return draw_reference(z, uniform)
+
+
+def draw_reference(z: Tensor, uniform: Tensor) -> Tensor:
+    """`sample_inverse_cdf` over all tokens, in torch operations."""
     probs = (z - z.amax(-1, keepdim=True)).exp().double()
     cdf = probs.cumsum(-1)
     total = cdf[:, -1:]

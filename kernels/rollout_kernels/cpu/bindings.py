@@ -58,6 +58,8 @@ _ARGUMENTS = {
     # keys, values, their pools, rows, how many rows, bytes of a row
     "write_rows": [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 2,
     "kernel_interface": [ctypes.POINTER(Interface)],
+    # rounds, threads, whether bf16; returns flops
+    "multiply_in_registers": [ctypes.c_int64] + [ctypes.c_int] * 2,
 }
 
 
@@ -65,7 +67,8 @@ def bind(library: ctypes.CDLL) -> Interface:
     """Give the library's functions their argument types; AssertionError if it means other structures or constants."""
     for name, arguments in _ARGUMENTS.items():
         function = getattr(library, name)
-        function.argtypes, function.restype = arguments, None
+        function.argtypes = arguments
+        function.restype = ctypes.c_int64 if name == "multiply_in_registers" else None
     interface = Interface()
     library.kernel_interface(ctypes.byref(interface))
     meant = (interface.version, interface.attention_size, interface.attention_scale)

@@ -49,9 +49,8 @@ def compiler_command() -> list[str]:
     if not named:
         found = next(([name] for name in ("g++", "clang++") if shutil.which(name)), [])
     if platform.system() != "Linux" or not found:
-        raise FileNotFoundError(
-            f"no C++ compiler on Linux ({named[0] if named else 'g++ or clang++'}; CXX names another)"
-        )
+        wanted = named[0] if named else "g++ or clang++"
+        raise FileNotFoundError(f"no C++ compiler on Linux ({wanted}; CXX names another)")
     return found
 
 
@@ -98,7 +97,6 @@ def _target_macros(compiler: list[str], flags: list[str], march: str) -> str:
 
 def _cache_folder() -> Path | None:
     """Where libraries are kept; None, with a warning, if that place cannot be used or is not safe to load from."""
-    chosen = os.environ.get("COWROLL_CACHE") or "not set"
     try:
         folder = cache_directory() / "kernels"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -108,9 +106,7 @@ def _cache_folder() -> Path | None:
         with tempfile.TemporaryFile(dir=folder):
             return folder
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
-        logger.warning(
-            "compiled kernels are not kept, and built at every start: %s; COWROLL_CACHE names a place", error
-        )
+        logger.warning("compiled kernels are not kept, but built at every start: %s; set COWROLL_CACHE", error)
         return None
 
 

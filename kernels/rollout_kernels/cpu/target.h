@@ -8,8 +8,12 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#define TARGET_REGISTER "v"  // what inline assembly calls a vector register
 #elif defined(__aarch64__)
 #include <arm_neon.h>
+#define TARGET_REGISTER "w"
+#else
+#define TARGET_REGISTER "m"
 #endif
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)

@@ -1,0 +1,52 @@
+"""Whether the compiled product is as fast as torch's on this machine, found out by trying both."""
+
+import logging
+import time
+from collections.abc import Callable
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+
+from rollout_kernels.fused import linear
+from rollout_kernels.native import identity, supports
+
+logger = logging.getLogger(__name__)
+
+_ROWS, _COLUMNS, _DEPTH = 128, 512, 512
+_TRIES = 4
+_LIMIT = 1.2
+"""How much slower than torch's the compiled product may be before the engine says so."""
+
+
+def best_seconds(*runs: Callable[[], object], tries: int) -> list[float]:
+    """The shortest time of each, run in turn `tries` times after one run that is not counted."""
+    best = [float("inf")] * len(runs)
+    for turn in range(tries + 1):
+        for i, run in enumerate(runs):
+            began = time.perf_counter()
+            run()
+            if turn:
+                best[i] = min(best[i], time.perf_counter() - began)
+    return best
+
+
+@cache
+def warn_if_slow(device: torch.device, dtype: torch.dtype, num_threads: int) -> None:
+    """Once per process and kind of product: a warning if the compiled one takes over a fifth longer than torch's."""
+    if device.type != "cpu" or not supports(device, dtype):
+        return
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, _DEPTH, generator=generator).to(dtype) for n in (_ROWS, _COLUMNS))
+    with torch.no_grad():
+        runs = (lambda: linear(x, weight), lambda: F.linear(x, weight))
+        ours, torchs = best_seconds(*runs, tries=_TRIES)
+        if ours > _LIMIT * torchs:  # another process may have been in the way
+            ours, torchs = best_seconds(*runs, tries=4 * _TRIES)
+    if ours > _LIMIT * torchs:
+        flops = 2e-9 * _ROWS * _COLUMNS * _DEPTH
+        logger.warning(
+            "the compiled kernels (%s) multiply %s at %.0f GF/s, torch at %.0f:"
+            " COWROLL_KERNELS=torch does without them, COWROLL_KERNELS_MARCH and CXX build them otherwise",
+            identity(device), str(dtype).removeprefix("torch."), flops / ours, flops / torchs,
+        )  # fmt: skip

@@ -1,0 +1,212 @@
+"""Each CPU kernel against torch operations, in turn, and what share of the machine's own rates it reaches.
+
+    python scripts/bench_kernels.py [--threads 2] [--march x86-64-v3] [--only linear] [--json FILE]
+
+For each kernel and shape: GF/s (GB/s where it moves data rather than multiplies) of the compiled kernel and of torch,
+their ratio, and the compiled one's share of the matrix rate (multiply-adds in registers, in the kernel's own dtype) or
+of the read bandwidth, both measured here. --march builds the kernels for another target, and holds torch to AVX2 where
+that is a lesser one, so that other CPUs can be seen from here. Best of several runs in turn; run nothing beside it.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from rollout_kernels import fused, native
+from rollout_kernels.attention import attend_tiles
+from rollout_kernels.logprobs import draw_reference
+from rollout_kernels.pace import best_seconds
+from rollout_kernels.plan import AttentionPlan, KVLayout, QuerySpan
+
+CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.bfloat16)
+AVX2_ONLY = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel at a shape: both ways to compute it, and what it takes at least."""
+
+    name: str
+    dtype: torch.dtype
+    native: Callable[[], object]
+    torch: Callable[[], object]
+    flops: float = 0.0
+    num_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What one case measured. rate: GF/s, or GB/s where no flops count. share: of the machine's rate of that kind."""
+
+    name: str
+    dtype: str
+    unit: str
+    native_rate: float
+    torch_rate: float
+    share: float
+
+    @property
+    def ratio(self) -> float:
+        return self.native_rate / self.torch_rate
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=None, help="of torch and of the kernels; default: torch's")
+    parser.add_argument("--march", help="target of the kernels, as COWROLL_KERNELS_MARCH")
+    parser.add_argument("--only", default="", help="kernels whose name begins so")
+    parser.add_argument("--tries", type=int, default=7, help="runs of each side")
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    return parser.parse_args()
+
+
+def hold_to(march: str) -> None:
+    """Start again with kernels of this target, and with torch's own held to AVX2 if it is a lesser one of x86-64."""
+    lesser = AVX2_ONLY if march in ("x86-64", "x86-64-v2", "x86-64-v3") else {}
+    environment = os.environ | lesser | {"COWROLL_KERNELS_MARCH": march}
+    os.execve(sys.executable, [sys.executable, *sys.argv], environment)
+
+
+def linear_cases(dtype: torch.dtype) -> Iterator[Case]:
+    for columns, depth in ((1536, 512), (512, 1536), (512, 512)):
+        weight = torch.randn(columns, depth).to(dtype)
+        for rows in (1, 8, 16, 32, 128, 256, 512, 2048):
+            x = torch.randn(rows, depth).to(dtype)
+            yield Case(
+                f"linear {rows} x {depth} -> {columns}",
+                dtype,
+                lambda x=x, weight=weight: fused.linear(x, weight),
+                lambda x=x, weight=weight: F.linear(x, weight),
+                flops=2.0 * rows * columns * depth,
+            )
+
+
+def attention_cases(dtype: torch.dtype) -> Iterator[Case]:
+    """Of 8 heads on 4 kv heads of size 64: decodes, each for itself and behind a shared prompt, and a prefill."""
+    heads, kv_heads, dim, block = 8, 4, 64, 16
+    for name, rows, prompt in (("decode", 32, 128), ("decode", 32, 2048), ("shared decode", 32, 2048)):
+        own = prompt // block + 1
+        spans = []
+        for i in range(rows):
+            first = prompt // 64 if name != "decode" else 0
+            units = np.arange(i * own, (i + 1) * own) * kv_heads
+            lengths = np.array([prompt + 1])
+            spans.append(QuerySpan(np.array([i]), lengths, units[first * 64 // block :], first))
+        if name != "decode":
+            units = np.arange(prompt // block) * kv_heads
+            spans.append(QuerySpan(np.arange(rows), np.full(rows, prompt + 1), units, 0, prompt // 64))
+        plan = AttentionPlan(spans, KVLayout(kv_heads, heads // kv_heads, block, 1), CPU)
+        kv = torch.randn(2, rows * own * kv_heads, block, dim).to(dtype)
+        q = torch.randn(rows, heads, dim).to(dtype)
+        label = f"{name}, {rows} rows behind {prompt}"
+        yield attention_case(label, q, kv, plan, flops=4.0 * rows * heads * dim * (prompt + 1))
+    size = 2048
+    span = QuerySpan(np.arange(size), np.arange(1, size + 1), np.arange(size // block) * kv_heads)
+    plan = AttentionPlan([span], KVLayout(kv_heads, heads // kv_heads, block, 1), CPU)
+    kv = torch.randn(2, size // block * kv_heads, block, dim).to(dtype)
+    q = torch.randn(size, heads, dim).to(dtype)
+    yield attention_case(f"prefill of {size}", q, kv, plan, flops=2.0 * size * (size + 1) * heads * dim)
+
+
+def attention_case(name: str, q: torch.Tensor, kv: torch.Tensor, plan: AttentionPlan, flops: float) -> Case:
+    scale = q.shape[-1] ** -0.5
+    return Case(
+        f"attention, {name}",
+        q.dtype,
+        lambda: native.segment_attention(q, kv[0], kv[1], plan, scale, None),
+        lambda: attend_tiles(q, kv[0], kv[1], plan.tiles, scale, None),
+        flops=flops,
+    )
+
+
+def row_cases(dtype: torch.dtype) -> Iterator[Case]:
+    size = torch.finfo(dtype).bits // 8
+    for rows in (32, 2048):
+        x, up, weight = torch.randn(rows, 512).to(dtype), torch.randn(rows, 512).to(dtype), torch.ones(512, dtype=dtype)
+        yield Case(
+            f"rms_norm {rows} x 512",
+            dtype,
+            lambda x=x, weight=weight: fused.rms_norm(x, weight, 1e-6),
+            lambda x=x, weight=weight: weight * F.rms_norm(x.float(), (512,), eps=1e-6).to(x.dtype),
+            num_bytes=2.0 * x.numel() * size,
+        )
+        yield Case(
+            f"swiglu {rows} x 512",
+            dtype,
+            lambda x=x, up=up: fused.swiglu(x, up),
+            lambda x=x, up=up: F.silu(x) * up,
+            num_bytes=3.0 * x.numel() * size,
+        )
+        pools = torch.zeros(2, 4096, 256, dtype=dtype)
+        keys, places = torch.randn(rows, 256).to(dtype), torch.randperm(4096)[:rows]
+        yield Case(
+            f"write_rows {rows} x 256",
+            dtype,
+            lambda keys=keys, pools=pools, places=places: fused.write_rows(keys, keys, pools[0], pools[1], places),
+            lambda keys=keys, pools=pools, places=places: [pool.index_copy_(0, places, keys) for pool in pools],
+            num_bytes=4.0 * keys.numel() * size,
+        )
+    if dtype == torch.float32:
+        z, uniform = torch.randn(32, 8192), torch.rand(32, dtype=torch.float64)
+        runs = (lambda: fused.draw_tokens(z, uniform), lambda: draw_reference(z, uniform))
+        yield Case("draw 32 of 8192", dtype, *runs, num_bytes=4.0 * z.numel())
+
+
+def matrix_rate(dtype: torch.dtype, tries: int) -> float:
+    """GF/s of multiply-adds in registers."""
+    arguments = 2_000_000, torch.get_num_threads(), dtype == torch.bfloat16
+    flops = native.kernels().multiply_in_registers(*arguments)
+    (seconds,) = best_seconds(lambda: native.kernels().multiply_in_registers(*arguments), tries=tries)
+    return float(flops / seconds / 1e9)
+
+
+def read_bandwidth(tries: int) -> float:
+    """GB/s of summing more than any cache holds."""
+    big = torch.ones(64 << 20)
+    (seconds,) = best_seconds(lambda: big.sum(), tries=tries)
+    return 4.0 * big.numel() / seconds / 1e9
+
+
+def main(args: argparse.Namespace) -> None:
+    if args.march and os.environ.get("COWROLL_KERNELS_MARCH") != args.march:
+        hold_to(args.march)  # the libraries read their settings when they are loaded
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    bandwidth = read_bandwidth(args.tries)
+    rates = {dtype: matrix_rate(dtype, args.tries) for dtype in DTYPES}
+    named = ", ".join(f"{rate:.0f} GF/s in {str(dtype).removeprefix('torch.')}" for dtype, rate in rates.items())
+    print(f"{native.identity(CPU)}, {torch.get_num_threads()} threads: {named}, {bandwidth:.0f} GB/s read")
+    print(f"{'kernel':<46} {'dtype':<9} {'native':>8} {'torch':>8} {'ratio':>6} {'share':>6}")
+    figures = []
+    for dtype in DTYPES:
+        for case in (*linear_cases(dtype), *attention_cases(dtype), *row_cases(dtype)):
+            if not case.name.startswith(args.only):
+                continue
+            seconds = best_seconds(case.native, case.torch, tries=args.tries)
+            work = (case.flops or case.num_bytes) / 1e9
+            ours, torchs = (work / spent for spent in seconds)
+            share = ours / (rates[dtype] if case.flops else bandwidth)
+            unit = "GF/s" if case.flops else "GB/s"
+            figures.append(Figure(case.name, str(dtype).removeprefix("torch."), unit, ours, torchs, share))
+            f = figures[-1]
+            print(
+                f"{f.name:<42} {f.dtype:<9} {ours:8.1f} {torchs:8.1f} {f.ratio:6.2f} {share:6.2f}  {unit}", flush=True
+            )
+    if args.json:
+        machine = {"identity": native.identity(CPU), "threads": torch.get_num_threads(), "bandwidth_gb_s": bandwidth}
+        report = {"machine": machine, "figures": [asdict(figure) | {"ratio": figure.ratio} for figure in figures]}
+        args.json.write_text(json.dumps(report, indent=2))
+
+
+if __name__ == "__main__":
+    with torch.no_grad():
+        main(parse())
