@@ -5,6 +5,7 @@ groups = generate_rollouts(["12+34="], n=16, model="path/to/model", seed=0)
 """
 
 from rollout.api import generate_rollouts, use_engine
+from rollout.chat import ChatPrompt
 from rollout.config import RolloutConfig, SamplingParams
 from rollout.engine import RolloutEngine
 from rollout.errors import ExactnessError, RolloutError
@@ -12,6 +13,7 @@ from rollout.stats import EngineStats
 from rollout.types import Rollout, RolloutGroup
 
 __all__ = [
+    "ChatPrompt",
     "EngineStats",
     "ExactnessError",
     "Rollout",

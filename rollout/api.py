@@ -56,7 +56,7 @@ def generate_rollouts(
     seed: int | None = None,
     on_error: OnError = "raise",
 ) -> list[RolloutGroup]:
-    """n completions of each prompt (strings, id lists or chat message lists), in order.
+    """n completions of each prompt (strings, id lists, chat message lists or ChatPrompts), in order.
 
     model: a directory or a module; None: the running trainer's engine, else the built-in tiny model (with a warning).
     sampling: all options; max_new_tokens, temperature and seed override it. For many calls on one model make a

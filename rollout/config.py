@@ -38,6 +38,9 @@ class RolloutConfig:
     many as max_num_batched_tokens leaves."""
     prefix_cache: bool = True
     """Keep full KV blocks and find them again by their tokens, until the weights change or the pool needs the room."""
+    skip_special_tokens: bool = True
+    """Leave special tokens, the end token included, out of a completion's text. False keeps them, for rewards that
+    look for what the chat template marks with them; the ids are the same."""
     dtype: str = "auto"
     """"float32", "bfloat16" or "auto": what the model is stored in."""
     device: str = "auto"
@@ -48,7 +51,8 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
-        _require(isinstance(self.prefix_cache, bool), "prefix_cache", self.prefix_cache, "must be True or False")
+        for name in ("prefix_cache", "skip_special_tokens"):
+            _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "must be True or False")
         for name in ("num_blocks", "max_model_len", "prefill_chunk_size"):
             value = getattr(self, name)
             _require(value is None or value >= 1, name, value, "must be at least 1, or null")

@@ -33,12 +33,14 @@ class EngineCore:
         runner: ModelRunner,
         tokenizer: PreTrainedTokenizerBase | None,
         end_token_ids: frozenset[int],
+        skip_special_tokens: bool,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.meter = Meter()
         self._tokenizer = tokenizer
         self._end_token_ids = end_token_ids
+        self._skip_special_tokens = skip_special_tokens
         self._handles: dict[Request, RolloutHandle] = {}
         self._lock = threading.Lock()
         self._step_lock = threading.Lock()
@@ -139,7 +141,10 @@ class EngineCore:
         handle = self._handles[request]
         reason: FinishReason = sequence.finish_reason or "abort"
         ids = sequence.completion_ids
-        text = decode_completion(request.prompt_ids, ids, self._tokenizer) if self._tokenizer is not None else None
+        text = None
+        if self._tokenizer is not None:
+            skip = self._skip_special_tokens
+            text = decode_completion(request.prompt_ids, ids, self._tokenizer, skip_special_tokens=skip)
         rollout = Rollout(
             sequence.index, ids, sequence.logprobs, sequence.raw_logprobs, text, reason, request.policy_version
         )

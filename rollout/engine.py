@@ -20,7 +20,7 @@ from rollout.kv_cache import KVCache, LayerGroup
 from rollout.loading import check_matches, check_module, load_model, load_tokenizer, longest_sequence, resolve_device
 from rollout.memory import device_bytes, pool_size
 from rollout.model_runner import ModelRunner
-from rollout.prompts import Prompt, end_token_ids
+from rollout.prompts import Prompt, check_tokenizer, end_token_ids
 from rollout.requests import BadPrompt, Limits, OnError, RequestOptions, RolloutHandle, make_requests
 from rollout.sampler import TRAIN
 from rollout.scheduler import Scheduler
@@ -52,6 +52,7 @@ class RolloutEngine:
             self.module = load_model(model, config.dtype, resolve_device(config.device))
         else:
             self.module = check_module(model)
+        check_tokenizer(tokenizer, self.module.config.vocab_size)
         self.tokenizer = tokenizer
         parameter = next(self.module.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
@@ -77,7 +78,7 @@ class RolloutEngine:
         cache = KVCache(self.layer_group, num_blocks, config.block_size, self.device)
         view = make_view(self.module, exact=self.exact)
         self._runner: ModelRunner | None = ModelRunner(view, cache, config.max_num_seqs, exact=self.exact)
-        self._core = EngineCore(self.scheduler, self._runner, tokenizer, self.end_token_ids)
+        self._core = EngineCore(self.scheduler, self._runner, tokenizer, self.end_token_ids, config.skip_special_tokens)
 
     # -- generating ---------------------------------------------------------------------------------------------
 

@@ -8,14 +8,15 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
+from rollout import loading
 from rollout.config import RolloutConfig, SamplingParams
 from rollout.errors import RolloutError
 from rollout.estimate import rollout_peak, score_and_backward, skeleton, training_peak, widest_pack
 from rollout.kv_cache import LayerGroup
 from rollout.ledger import Ledger, TrainingBytes, build_ledger, parse_bytes, show_bytes
-from rollout.loading import check_config, default_dtype, longest_sequence, resolve_device
+from rollout.loading import default_dtype, longest_sequence, resolve_device
 from rollout.memory import device_bytes, pool_size
 
 USAGE = "python -m rollout.plan model=DIR [gpu=80GiB] [fraction=0.35] [context=8192] [prompt=2048] [n=16] ..."
@@ -84,11 +85,10 @@ def read_config(path: str) -> PretrainedConfig:
     if not (found / "config.json").is_file() and not found.is_file():
         raise RolloutError(f"model={path}: neither a directory with a config.json nor such a file")
     try:
-        config = AutoConfig.from_pretrained(found, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise RolloutError(f"model={path}: not a model's configuration ({error})") from error
-    assert isinstance(config, PretrainedConfig)
-    check_config(config)
+        config = loading.read_config(found)
+        loading.model_shapes(config, found)
+    except RolloutError as error:
+        raise RolloutError(f"model={path}: not a model's configuration: {error}") from error
     return config
 
 

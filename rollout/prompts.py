@@ -1,29 +1,35 @@
 """Prompts to ids, completions to text, and the ids that end a completion."""
 
+import logging
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-import jinja2
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rollout.errors import RolloutError
+from rollout.chat import ChatPrompt, Message, check_characters, encode_chat
+from rollout.errors import RolloutError, short
 
-Message = Mapping[str, Any]
-Prompt = str | Sequence[int] | Sequence[Message]
-"""A string, token ids, or a list of chat messages."""
+logger = logging.getLogger(__name__)
+
+Prompt = str | Sequence[int] | Sequence[Message] | ChatPrompt
+"""A string, token ids, a list of chat messages, or such a list with tools and arguments for its template."""
 
 
 def encode_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> list[int]:
-    """Ids of one prompt: messages through the tokenizer's chat template, strings with one BOS, ids as they are."""
+    """Ids of one prompt: messages through the tokenizer's chat template, strings with one BOS, ids as they are.
+
+    vocab_size: the model's. A tokenizer's own count is no bound of its ids, which may have gaps.
+    """
     if isinstance(prompt, str):
         ids = _encode_text(prompt, _need_tokenizer(tokenizer))
+    elif isinstance(prompt, ChatPrompt):
+        ids = encode_chat(prompt, _need_tokenizer(tokenizer))
     elif isinstance(prompt, Sequence) and prompt and all(isinstance(part, Mapping) for part in prompt):
-        ids = _encode_messages(prompt, _need_tokenizer(tokenizer))  # type: ignore[arg-type]
+        ids = encode_chat(ChatPrompt(prompt), _need_tokenizer(tokenizer))  # type: ignore[arg-type]
     else:
         ids = _ids(prompt)
     if not ids:
-        raise RolloutError(f"{_short(prompt)} is empty: it has no tokens, and this tokenizer puts no BOS before it")
+        raise RolloutError(f"{short(prompt)} is empty: it has no tokens, and this tokenizer puts no BOS before it")
     outside = [i for i in ids if not 0 <= i < vocab_size]
     if outside:
         raise RolloutError(f"token id {outside[0]} is outside the model's vocabulary of {vocab_size}")
@@ -37,12 +43,7 @@ def _ids(prompt: object) -> list[int]:
             return [operator.index(part) for part in parts]
     except TypeError:
         pass
-    raise RolloutError(f"{_short(prompt)} is neither a string, a list of token ids nor a list of chat messages")
-
-
-def _short(prompt: object) -> str:
-    text = " ".join(repr(prompt).split())
-    return text if len(text) <= 80 else text[:77] + "..."
+    raise RolloutError(f"{short(prompt)} is neither a string, a list of token ids nor a list of chat messages")
 
 
 def _need_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
@@ -52,26 +53,25 @@ def _need_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedToke
 
 
 def _encode_text(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise RolloutError(f"{_short(text)} has half a surrogate pair, which is no character") from error
+    check_characters(text)
     # a string that was rendered by a chat template already has its BOS
     rendered = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
-    ids: list[int] = tokenizer(text, add_special_tokens=not rendered, return_attention_mask=False)["input_ids"]
-    return ids
+    ids, added = _encoded(text, tokenizer, add_special_tokens=not rendered)
+    if not added or not added[-1]:
+        return ids
+    # the tokenizer closes texts, with an end token as a rule, and a prompt is to be continued; one without tokens of
+    # its own does not show what is put before it and what behind
+    shows = _encoded("a", tokenizer, add_special_tokens=True)[1] if all(added) else added
+    before = next((place for place, by_tokenizer in enumerate(shows) if not by_tokenizer), 0)
+    return ids[:before] + _encoded(text, tokenizer, add_special_tokens=False)[0]
 
 
-def _encode_messages(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    if not tokenizer.chat_template:
-        raise RolloutError("the prompt is a list of chat messages, but the tokenizer has no chat template: use strings")
-    try:
-        ids: list[int] = tokenizer.apply_chat_template(
-            [dict(message) for message in messages], tokenize=True, add_generation_prompt=True, return_dict=False
-        )
-    except jinja2.TemplateError as error:
-        raise RolloutError(f"the chat template refuses {_short(messages)}: {error}") from error
-    return ids
+def _encoded(text: str, tokenizer: PreTrainedTokenizerBase, *, add_special_tokens: bool) -> tuple[list[int], list[int]]:
+    """Ids of a whole text, and for each whether the tokenizer has added it (1) or the text has it (0)."""
+    encoded = tokenizer(
+        text, add_special_tokens=add_special_tokens, return_attention_mask=False, return_special_tokens_mask=True
+    )
+    return encoded["input_ids"], encoded["special_tokens_mask"]
 
 
 _TEXT_CONTEXT = 32
@@ -79,15 +79,24 @@ _TEXT_CONTEXT = 32
 
 
 def decode_completion(
-    prompt_ids: Sequence[int], completion_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase
+    prompt_ids: Sequence[int],
+    completion_ids: Sequence[int],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    skip_special_tokens: bool = True,
 ) -> str:
-    """The text that the completion adds to the prompt's: special tokens left out, spaces as they are.
+    """The text that the completion adds to the prompt's: special tokens left out unless asked for, spaces as they are.
 
     Some tokenizers drop the space before a text's first word, so a completion is decoded behind its prompt's end.
     """
 
     def decode(ids: Sequence[int]) -> str:
-        text = tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
+        try:
+            text = tokenizer.decode(list(ids), **options)
+        except (ValueError, LookupError, TypeError):  # written in Python, and an id of the model's alone
+            known = set(tokenizer.get_vocab().values())
+            text = tokenizer.decode([i for i in ids if i in known], **options)
         assert isinstance(text, str)
         return text
 
@@ -101,14 +110,43 @@ def decode_completion(
     return whole[len(prompt) :] if whole.startswith(prompt) else decode(completion_ids)
 
 
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> None:
+    """Refuse a tokenizer with ids that the model has no embedding for; a model may have more than it knows."""
+    # ids may have gaps: how many entries there are says nothing about the highest
+    entries = tokenizer.get_vocab().items() if tokenizer is not None else ()
+    token, highest = max(entries, key=lambda entry: entry[1], default=("", -1))
+    if highest >= vocab_size:
+        raise RolloutError(
+            f"the tokenizer's ids go up to {highest} ({token!r}), but the model has a vocabulary of {vocab_size}:"
+            " use the model's own tokenizer, or resize its embeddings"
+        )
+
+
 def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
-    """Every id that generation_config, config or tokenizer declare as an end token."""
-    sources = (
-        getattr(model.generation_config, "eos_token_id", None),
-        model.config.eos_token_id if hasattr(model.config, "eos_token_id") else None,
-        tokenizer.eos_token_id if tokenizer is not None else None,
-    )
-    ids: set[int] = set()
-    for source in sources:
-        ids.update([source] if isinstance(source, int) else source or [])
+    """Every id that generation_config, config or tokenizer declare as an end token.
+
+    One that the model cannot emit is left out, with a warning. Raises RolloutError if a declared one is no id.
+    """
+    sources = {
+        "generation_config": getattr(model.generation_config, "eos_token_id", None),
+        "config": getattr(model.config, "eos_token_id", None),
+        "tokenizer": tokenizer.eos_token_id if tokenizer is not None else None,
+    }
+    vocab_size, ids = model.config.vocab_size, set()
+    for source, declared in sources.items():
+        for end in check_end_tokens(declared):
+            if 0 <= end < vocab_size:
+                ids.add(end)
+            else:
+                what = f"eos_token_id {end} of the {source} is outside the model's vocabulary of {vocab_size}"
+                logger.warning("%s and ends no completion", what)
     return frozenset(ids)
+
+
+def check_end_tokens(declared: object) -> list[int]:
+    """An eos_token_id as a list: it may be one id, several or None. Raises RolloutError if it is nothing of these."""
+    several = declared if isinstance(declared, list | tuple | set) else [] if declared is None else [declared]
+    ids = [i for i in several if isinstance(i, int) and not isinstance(i, bool)]
+    if len(ids) < len(several):
+        raise RolloutError(f"eos_token_id={short(declared)}: give a token id, a list of them, or null")
+    return ids

@@ -20,7 +20,7 @@ class Rollout:
     raw_logprobs: list[float]
     """Per id, the log-prob at temperature 1 over the whole vocabulary (fp32)."""
     text: str | None
-    """Completion as text, special tokens left out; None if the engine has no tokenizer."""
+    """Completion as text, without special tokens unless skip_special_tokens is off; None if there is no tokenizer."""
     finish_reason: FinishReason
     """"stop" (an end token), "length" (max_new_tokens, the model's or the pool's length), "abort" or "error"."""
     policy_version: int

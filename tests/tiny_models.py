@@ -151,6 +151,19 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}A:{% endif %}"
 )
 BOS_CHAT_TEMPLATE = "{{ bos_token }}" + CHAT_TEMPLATE
+TOOL_CHAT_TEMPLATE = """
+{%- if tools %}{{ "tools: " + (tools | tojson) + "\n" }}{% endif %}
+{%- for message in messages %}
+    {%- if message.role in ("user", "system") %}{{ "<user>" + message.content + "\n" }}
+    {%- elif message.role == "tool" %}{{ "result: " + message.content + "\n" }}
+    {%- elif message.role == "assistant" %}{{ "A:" + (message.content or "") }}
+        {%- for call in message.tool_calls or [] %}{{ "call: " + (call | tojson) }}{% endfor %}{{ "<eos>\n" }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ "A:" }}
+    {%- if enable_thinking is defined and not enable_thinking %}{{ "<think></think>" }}{% endif %}
+{%- endif %}"""
+"""In Qwen's manner: it renders tools and calls, reads enable_thinking, and leaves out roles that it does not know."""
 
 
 def byte_tokenizer(
@@ -162,6 +175,13 @@ def byte_tokenizer(
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return _wrapped(tokenizer, adds_bos=adds_bos, bos=bos, chat_template=chat_template, **options)
+
+
+def framed(tokenizer: PreTrainedTokenizerFast, template: str) -> PreTrainedTokenizerFast:
+    """The tokenizer with a post-processor that frames every text, as in "<bos> $A <eos>"; changed in place."""
+    special = [(token, _SPECIAL.index(token)) for token in template.split() if token != "$A"]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
+    return tokenizer
 
 
 def metaspace_tokenizer(**options: Any) -> PreTrainedTokenizerFast:

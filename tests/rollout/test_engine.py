@@ -453,7 +453,7 @@ def test_max_new_tokens_counts_the_end_token() -> None:
 
 def test_the_end_token_may_come_first() -> None:
     """For half of the prompts, or for all of them."""
-    model = chain_model({1: EOS, 2: 3, 3: EOS}, vocab=40, eos_token_id=EOS)
+    model = chain_model({1: EOS, 2: 3, 3: EOS}, hidden=TEXT_VOCAB, eos_token_id=EOS)
     with small_engine(model, byte_tokenizer()) as engine:
         half = engine.generate_rollouts([[5, 1], [5, 2]] * 3, 2, greedy())
         every = engine.generate_rollouts([[1]] * 4, 3, greedy())

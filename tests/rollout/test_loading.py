@@ -11,9 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.utils import logging as transformers_logging
 
 from rollout import RolloutError
-from rollout.loading import check_module, load_model, resolve_device
+from rollout.loading import check_module, load_model, load_tokenizer, resolve_device
+from rollout.plan import main
 from tiny_models import (
     ARCHITECTURES,
     TEXT_VOCAB,
@@ -223,3 +225,353 @@ def test_a_file_cut_short_is_named(tmp_path: Path, name: str, message: str) -> N
     (directory / name).write_bytes(content[: len(content) // 2])
     with pytest.raises(RolloutError, match=message):
         load_model(directory)
+
+
+# -- directories that are none, or lack something -------------------------------------------------------------------
+
+
+def in_shards(directory: Path) -> list[str]:
+    """Split a directory's weights into two files with an index."""
+    weights = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    files = [f"model-{i:05d}-of-00002.safetensors" for i in (1, 2)]
+    places = {name: files[i % 2] for i, name in enumerate(sorted(weights))}
+    for file in files:
+        part = {name: tensor for name, tensor in weights.items() if places[name] == file}
+        save_file(part, directory / file, metadata={"format": "pt"})
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    return files
+
+
+def in_cache(directory: Path) -> Path:
+    """Move a directory's files into a hub's cache below it; returns the snapshot, links to blobs."""
+    root = directory / "models--org--name"
+    snapshot = root / "snapshots" / "0123abcd"
+    snapshot.mkdir(parents=True)
+    (root / "blobs").mkdir()
+    for i, file in enumerate(path for path in sorted(directory.iterdir()) if path.is_file()):
+        file.rename(root / "blobs" / f"{i:040x}")
+        (snapshot / file.name).symlink_to(f"../../blobs/{i:040x}")
+    return snapshot
+
+
+def as_adapter(directory: Path) -> None:
+    (directory / "model.safetensors").rename(directory / "adapter_model.safetensors")
+    (directory / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
+
+
+def refusal(directory: Path) -> str:
+    """The one line that an engine refuses a directory with."""
+    with pytest.raises(RolloutError) as raised:
+        small_engine(directory)
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+def test_shards_and_links_load_as_one_file_does(tmp_path: Path) -> None:
+    model = random_model("llama", vocab_size=TEXT_VOCAB)
+    plain, shards, cached = (save_directory(tmp_path / name, model, byte_tokenizer()) for name in "abc")
+    in_shards(shards)
+    made = []
+    for directory in (plain, shards, in_cache(cached)):
+        with small_engine(directory) as engine:
+            made.append(engine.generate_rollouts(["Hi!"], 1, greedy(5))[0].rollouts[0].logprobs)
+    assert made[0] == made[1] == made[2]
+
+
+def test_an_adapter_alone_names_its_base(directory: Path) -> None:
+    as_adapter(directory)
+    hint = "it holds an adapter only (adapter_config.json); merge it into its base model 'org/base' and give that"
+    assert refusal(directory) == f"model directory {str(directory)!r} has no weights (*.safetensors): {hint}"
+    (directory / "config.json").unlink()
+    assert refusal(directory) == f"model directory {str(directory)!r} has no config.json: {hint}"
+
+
+def test_an_adapter_beside_whole_weights_is_said_not_to_be_applied(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (directory / "adapter_config.json").write_text("{}")
+    save_file({"base_model.model.x": torch.zeros(1)}, directory / "adapter_model.safetensors")
+    with caplog.at_level(logging.WARNING, "rollout"):
+        load_model(directory)
+    assert f"model directory {directory} has an adapter_config.json: the adapter is not applied" in caplog.text
+
+
+def test_a_missing_shard_is_named(directory: Path) -> None:
+    files = in_shards(directory)
+    (directory / files[1]).unlink()
+    assert f"{str(directory)!r}: {files[1]} is missing; model.safetensors.index.json names it" in refusal(directory)
+    (directory / files[0]).unlink()
+    assert f"{files[0]} is missing; model.safetensors.index.json names it, and 1 more" in refusal(directory)
+    (directory / "model.safetensors.index.json").unlink()
+    assert "has no weights (*.safetensors)" in refusal(directory)
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "{}", '{"weight_map": {}}', '{"weight_map": ["a"]}', '{"weight_map": {"a": 5}}']
+)
+def test_an_index_that_names_nothing_is_named(directory: Path, text: str) -> None:
+    in_shards(directory)
+    (directory / "model.safetensors.index.json").write_text(text)
+    assert f"{str(directory)!r}: model.safetensors.index.json " in refusal(directory)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+        "chat_template.jinja",
+    ],
+)
+def test_a_link_to_nothing_is_named(directory: Path, name: str) -> None:
+    (directory / name).unlink()
+    (directory / name).symlink_to("../../blobs/0123")
+    assert f"{str(directory)!r}: {name} is a link to '../../blobs/0123', which does not exist" in refusal(directory)
+
+
+@pytest.mark.parametrize("levels", [0, 1, 2])
+def test_a_caches_root_says_where_the_model_is(directory: Path, levels: int) -> None:
+    snapshot = in_cache(directory)
+    given = snapshot.parents[levels]
+    assert refusal(given) == f"model directory {str(given)!r} has no config.json: a model is in {str(snapshot)!r}"
+
+
+def test_a_training_run_says_where_the_model_is(tmp_path: Path) -> None:
+    model = save_directory(tmp_path / "checkpoints" / "step-000001" / "model", random_model("llama"))
+    assert refusal(tmp_path).endswith(f"has no config.json: a model is in {str(model)!r}")
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.gguf", "consolidated.safetensors", "model.pt"])
+def test_weights_of_another_kind_are_named(directory: Path, name: str) -> None:
+    (directory / "model.safetensors").rename(directory / name)
+    assert f"has no weights (*.safetensors): {name} is not read; save the model as model" in refusal(directory)
+
+
+@pytest.mark.parametrize("given", ["Qwen/Qwen3-0.6B", "no/such/place", "nowhere"])
+def test_a_name_that_is_no_directory_is_not_looked_for_elsewhere(given: str) -> None:
+    message = f"model directory '{given}' does not exist; only local directories are read: download a model from a hub"
+    assert refusal(Path(given)).startswith(message)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_file_in_a_directorys_place_is_named(directory: Path, name: str) -> None:
+    assert refusal(directory / name).endswith("is a file: give the directory that holds config.json")
+
+
+# -- damaged files --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"null", b"5", b"\x00\x01", b'{"a": "\xff"}', b"\xef\xbb\xbf{}", b"[" * 9999]
+)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "generation_config.json",
+    ],
+)
+def test_a_file_that_holds_no_json_object_is_named(directory: Path, name: str, content: bytes) -> None:
+    (directory / name).write_bytes(content)
+    said = refusal(directory)
+    assert said.startswith(f"model directory {str(directory)!r}: {name} "), said
+    assert "is not JSON" in said or "not a JSON object" in said
+
+
+def edit_json(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("tokenizer.json", {"model": 5}),
+        ("tokenizer.json", {"model": {"type": "none"}}),
+        ("tokenizer.json", {"decoder": {"type": "none"}}),
+        ("tokenizer.json", {"added_tokens": "x"}),
+        ("tokenizer.json", {"version": "9.9"}),
+        ("tokenizer_config.json", {"eos_token": 5}),
+        ("tokenizer_config.json", {"tokenizer_class": 5}),
+        ("tokenizer_config.json", {"model_max_length": "x"}),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"x": "y"}}),
+        ("tokenizer_config.json", {"padding_side": "x"}),
+    ],
+    ids=str,
+)
+def test_a_tokenizer_of_wrong_contents_is_named(directory: Path, name: str, values: dict[str, Any]) -> None:
+    edit_json(directory / name, **values)
+    assert refusal(directory).startswith(f"model directory {str(directory)!r}: its tokenizer does not load: {name} ")
+
+
+@pytest.mark.parametrize("kind", ["Qwen2Tokenizer", "LlamaTokenizer", "PreTrainedTokenizerFast"])
+def test_a_tokenizer_without_its_vocabulary_is_refused(directory: Path, kind: str) -> None:
+    """transformers makes an empty one of some kinds."""
+    edit_json(directory / "tokenizer_config.json", tokenizer_class=kind)
+    (directory / "tokenizer.json").unlink()
+    assert "tokenizer.json" in refusal(directory)
+
+
+@pytest.mark.parametrize("template", [5, ["x"], {"default": 5}])
+def test_a_chat_template_that_is_no_text_is_named(directory: Path, template: Any) -> None:
+    (directory / "chat_template.jinja").unlink()
+    edit_json(directory / "tokenizer_config.json", chat_template=template)
+    with pytest.raises(RolloutError, match="its tokenizer"):
+        load_tokenizer(directory)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"hidden_size": "96"}, "hidden_size='96': must be a whole number"),
+        ({"hidden_size": None}, "hidden_size=None: must be a whole number"),
+        ({"hidden_size": 96.0}, "hidden_size=96.0: must be a whole number"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers=-1: must be a whole number, at least 1"),
+        ({"num_hidden_layers": True}, "num_hidden_layers=True: must be a whole number"),
+        ({"vocab_size": 0}, "vocab_size=0: must be a whole number, at least 1"),
+        ({"num_attention_heads": 0}, "num_attention_heads=0: must be"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads=3: must divide num_attention_heads=4"),
+        ({"head_dim": [24]}, r"head_dim=\[24\]: must be a whole number"),
+        ({"head_dim": 7}, "it describes no model .*even rotary dimension"),
+        ({"max_position_embeddings": None}, "max_position_embeddings=None: must be"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps='small': must be a number above 0"),
+        ({"rope_theta": -1}, "rope_theta=-1: must be a number above 0"),
+        ({"rope_parameters": "x"}, "rope_parameters='x': must be an object"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": "a"}}, "rope_parameters.factor='a': must be a number"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "it describes no model .*factor"),
+        ({"rope_parameters": {"rope_theta": float("nan")}}, "rope_parameters.rope_theta=nan: must be"),
+        ({"dtype": "nonsense"}, "dtype='nonsense': must be one of float32, bfloat16"),
+        ({"dtype": None, "torch_dtype": 5}, "torch_dtype=5: must be one of"),
+        ({"dtype": "int8"}, "dtype='int8': must be one of"),
+        ({"hidden_act": "nonsense"}, "hidden_act='nonsense': is no activation"),
+        ({"tie_word_embeddings": "no"}, "it describes no model .*tie_word_embeddings"),
+        ({"pad_token_id": 9999}, "pad_token_id=9999: must be in the vocabulary of 264"),
+        ({"layer_types": "x"}, "it describes no model .*layer_types"),
+        ({"id2label": 5}, "it describes no model"),
+        ({"attn_implementation": "x"}, "it describes no model .*attn_implementation"),
+        ({"model_type": None}, "model_type=None is not supported"),
+        ({"model_type": ["llama"]}, "model_type=.*llama.* is not supported"),
+        ({"quantization_config": {}}, "quantised checkpoints are not supported"),
+    ],
+    ids=str,
+)
+def test_a_value_that_makes_no_model_is_named(
+    directory: Path, capsys: pytest.CaptureFixture[str], values: dict[str, Any], message: str
+) -> None:
+    """By an engine and by a plan alike."""
+    edit_config(directory, **values)
+    with pytest.raises(RolloutError, match=rf"model directory '{directory}': config\.json: {message}"):
+        small_engine(directory)
+    assert main([f"model={directory}", "gpu=1GiB"]) == 2
+    out, errors = capsys.readouterr()
+    assert (out, "config.json: " in errors, len(errors.splitlines())) == ("", True, 1), errors
+
+
+# -- damaged weights ------------------------------------------------------------------------------------------------
+
+
+def flat(weights: dict[str, torch.Tensor]) -> None:
+    weights["model.norm.weight"] = torch.ones(1)
+
+
+def another_layer(weights: dict[str, torch.Tensor]) -> None:
+    weights["model.layers.2.mlp.up_proj.weight"] = torch.ones(160, 96)
+
+
+def a_bias(weights: dict[str, torch.Tensor]) -> None:
+    weights["model.layers.0.self_attn.q_proj.bias"] = torch.ones(96)
+
+
+def whole_numbers(weights: dict[str, torch.Tensor]) -> None:
+    weights["model.norm.weight"] = torch.ones(96, dtype=torch.int8)
+
+
+def not_a_number(weights: dict[str, torch.Tensor]) -> None:
+    weights["model.layers.1.mlp.up_proj.weight"][3, 5] = torch.nan
+
+
+def infinite(weights: dict[str, torch.Tensor]) -> None:
+    weights["model.embed_tokens.weight"][7, 0] = -torch.inf
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda weights: weights.pop("lm_head.weight"), r"missing keys \['lm_head.weight'\]"),
+        (lambda weights: weights.clear(), "0 tensors are too few for config.json's num_hidden_layers=2"),
+        (flat, r"model.norm.weight has shape \[1\], and config.json asks for \[96\]"),
+        (another_layer, "model.layers.2.mlp.up_proj.weight has no place in the model that config.json describes"),
+        (a_bias, "model.layers.0.self_attn.q_proj.bias has no place in the model"),
+        (whole_numbers, "model.norm.weight is stored as I8.*quantised weights are not read"),
+        (not_a_number, "model.layers.1.mlp.up_proj.weight holds NaN or an infinity"),
+        (infinite, "model.embed_tokens.weight holds NaN or an infinity"),
+    ],
+)
+def test_weights_that_are_not_the_models_are_named(directory: Path, change: Any, message: str) -> None:
+    edit_weights(directory, change)
+    with pytest.raises(RolloutError, match=rf"'{directory}': .*{message}|'{directory}': {message}"):
+        load_model(directory)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"num_hidden_layers": 1}, "model.layers.1.* has no place in the model"),
+        ({"num_hidden_layers": 3}, "missing keys"),
+        ({"num_hidden_layers": 10**6}, "tensors are too few for config.json's num_hidden_layers=1000000"),
+        ({"vocab_size": 10**12}, r"has shape \[264, 96\], and config.json asks for \[1000000000000, 96\]"),
+        ({"model_type": "qwen3"}, "missing keys .*k_norm"),
+        ({"intermediate_size": 161}, r"has shape \[.*160.*\], and config.json asks for \[.*161.*\]"),
+    ],
+    ids=str,
+)
+def test_a_configuration_of_another_model_is_refused(directory: Path, values: dict[str, Any], message: str) -> None:
+    edit_config(directory, **values)
+    with pytest.raises(RolloutError, match=message):
+        load_model(directory)
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 7, b"garbage" * 99])
+def test_weights_that_are_no_safetensors_are_named(directory: Path, content: bytes) -> None:
+    (directory / "model.safetensors").write_bytes(content)
+    assert f"{str(directory)!r}: its weights do not load (model.safetensors: " in refusal(directory)
+
+
+def test_a_shard_cut_short_is_named(directory: Path) -> None:
+    shard = directory / in_shards(directory)[1]
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert f"its weights do not load ({shard.name}: " in refusal(directory)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_tied_weights_that_differ_are_refused(directory: Path, sharded: bool) -> None:
+    edit_config(directory, tie_word_embeddings=True)
+    edit_weights(
+        directory, lambda weights: weights.update({"lm_head.weight": weights["model.embed_tokens.weight"] + 1})
+    )
+    if sharded:
+        in_shards(directory)
+    assert "lm_head.weight and model.embed_tokens.weight differ, but config.json ties them" in refusal(directory)
+
+
+def test_tied_weights_that_are_stored_twice_load(directory: Path) -> None:
+    edit_config(directory, tie_word_embeddings=True)
+    edit_weights(
+        directory, lambda weights: weights.update({"lm_head.weight": weights["model.embed_tokens.weight"].clone()})
+    )
+    model = load_model(directory)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_a_refused_directory_leaves_transformers_messages_as_they_were(directory: Path) -> None:
+    before = transformers_logging.get_verbosity()
+    edit_weights(directory, drop_one)
+    refusal(directory)
+    assert transformers_logging.get_verbosity() == before

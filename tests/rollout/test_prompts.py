@@ -1,16 +1,18 @@
 """Prompts to ids, completions to text, and the ids that end a completion."""
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedTokenizerFast
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from rollout import RolloutError, SamplingParams
-from rollout.prompts import decode_completion, encode_prompt
+from rollout.prompts import check_end_tokens, decode_completion, encode_prompt
 from tiny_models import (
     BOS,
     BOS_CHAT_TEMPLATE,
@@ -22,6 +24,7 @@ from tiny_models import (
     byte_tokenizer,
     chain_model,
     completions,
+    framed,
     greedy,
     greedy_ids,
     metaspace_tokenizer,
@@ -105,6 +108,105 @@ def test_a_tokenizers_model_max_length_cuts_nothing(limit: int | None) -> None:
         assert engine.max_model_len == 64
     assert group.prompt_ids == ascii_ids("x" * 40)
     assert len(group.rollouts[0].completion_ids) == 24
+
+
+@pytest.mark.parametrize("text", ["12+34=", "", " ", "<eos>", "12+34=<eos>", "<user>", "a<bos>"])
+@pytest.mark.parametrize(
+    ("frame", "before"),
+    [
+        ("<bos> $A <eos>", [BOS]),
+        ("$A <eos>", []),
+        ("<bos> $A <eos> <user>", [BOS]),
+        ("<bos> <user> $A <pad> <pad>", [BOS, USER]),
+        ("$A", []),
+    ],
+)
+def test_what_the_tokenizer_puts_behind_a_text_is_left_out(frame: str, before: list[int], text: str) -> None:
+    """What it puts before it stays, and so does an end token that the text itself has."""
+    own = byte_tokenizer()(text, add_special_tokens=False)["input_ids"]
+    tokenizer = framed(byte_tokenizer(), frame)
+    if before or own:
+        assert encode(text, tokenizer) == before + own
+    else:
+        with pytest.raises(RolloutError, match="is empty: it has no tokens"):
+            encode(text, tokenizer)
+
+
+def test_a_tokenizer_that_closes_texts_goes_with_chats_and_rendered_strings() -> None:
+    tokenizer = framed(byte_tokenizer(chat_template=BOS_CHAT_TEMPLATE), "<bos> $A <eos>")
+    assert encode(HELLO, tokenizer) == encode("<bos><user>Hi!\nA:", tokenizer) == [BOS, *RENDERED]
+
+
+@pytest.mark.filterwarnings("ignore:This sequence already has")
+@pytest.mark.parametrize("text", ["12+34=", "", "</s>", "a</s>"])
+def test_a_tokenizer_written_in_python_that_closes_texts(text: str) -> None:
+    """It adds no end token to a text that has one, which stays."""
+    own = ByT5Tokenizer()(text, add_special_tokens=False)["input_ids"]
+    assert ByT5Tokenizer()(text)["input_ids"][-1] == 1
+    if own:
+        assert encode_prompt(text, ByT5Tokenizer(), 384) == own
+
+
+def test_a_saved_tokenizer_that_closes_texts(tmp_path: Path) -> None:
+    """As add_eos_token makes them: the model goes on behind the text."""
+    tokenizer = framed(byte_tokenizer(), "<bos> $A <eos>")
+    model = chain_model({ascii_ids("=")[0]: 7, 7: EOS}, hidden=TEXT_VOCAB)
+    with small_engine(save_directory(tmp_path, model, tokenizer)) as engine:
+        (group,) = engine.generate_rollouts(["12+34="], 1, greedy(4))
+    assert group.prompt_ids == [BOS, *ascii_ids("12+34=")]
+    assert group.rollouts[0].completion_ids == [7, EOS]
+
+
+@pytest.mark.parametrize("length", [3, 20])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_truncation_and_padding_of_a_tokenizer_are_not_applied(tmp_path: Path, length: int, side: str) -> None:
+    tokenizer = byte_tokenizer(adds_bos=True)
+    tokenizer.backend_tokenizer.enable_truncation(8, direction=side)
+    tokenizer.backend_tokenizer.enable_padding(length=12, direction=side, pad_id=0, pad_token="<pad>")
+    tokenizer.save_pretrained(tmp_path)
+    assert Tokenizer.from_file(str(tmp_path / "tokenizer.json")).padding is not None
+    loaded, text = AutoTokenizer.from_pretrained(tmp_path), "x" * length
+    assert encode(text, loaded) == [BOS, *ascii_ids(text)]
+    rendered = [USER, *ascii_ids(text), NEWLINE, *ascii_ids("A:")]
+    assert encode([{"role": "user", "content": text}], loaded) == rendered
+
+
+# -- vocabularies that do not fit ---------------------------------------------------------------------------------
+
+
+def tokenizer_with(entries: dict[str, int]) -> PreTrainedTokenizerFast:
+    """`byte_tokenizer` with further entries at ids of their own, so that there may be gaps."""
+    spec = json.loads(byte_tokenizer().backend_tokenizer.to_str())
+    spec["model"]["vocab"] |= entries
+    added = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+    spec["added_tokens"] += [{"id": i, "content": token, **added} for token, i in entries.items()]
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(spec)), eos_token="<eos>")
+
+
+def test_ids_with_gaps() -> None:
+    """260 entries and one at 300: fewer entries than the highest id, and a model with room for it."""
+    tokenizer = tokenizer_with({"<far>": 300})
+    assert (len(tokenizer), tokenizer.get_vocab()["<far>"]) == (261, 300)
+    assert encode_prompt("a<far>", tokenizer, 301) == [*ascii_ids("a"), 300]
+    assert decode_completion(ascii_ids("a"), [300, 280, *ascii_ids("b")], tokenizer) == "<far>b"
+    with small_engine(chain_model({300: 5, 5: EOS}, hidden=304), tokenizer) as engine:
+        (group,) = engine.generate_rollouts(["<far>"], 1, greedy(4))
+    assert (group.prompt_ids, group.rollouts[0].completion_ids) == ([300], [5, EOS])
+
+
+@pytest.mark.parametrize(
+    ("entries", "vocab", "highest"),
+    [({}, 259, 259), ({"<far>": 300}, 264, 300), ({"<far>": 264}, 264, 264)],
+)
+def test_a_tokenizer_with_ids_that_the_model_lacks_is_refused_at_start(
+    tmp_path: Path, entries: dict[str, int], vocab: int, highest: int
+) -> None:
+    tokenizer, model = tokenizer_with(entries), random_model("llama", vocab_size=vocab)
+    message = rf"ids go up to {highest} .*, but the model has a vocabulary of {vocab}"
+    with pytest.raises(RolloutError, match=message):
+        small_engine(model, tokenizer)
+    with pytest.raises(RolloutError, match=rf"model directory '.*': the tokenizer's {message}"):
+        small_engine(save_directory(tmp_path, model, tokenizer))
 
 
 # -- empty and wrong ----------------------------------------------------------------------------------------------
@@ -214,9 +316,25 @@ def test_special_tokens_are_left_out_of_the_text() -> None:
     assert decode_completion(prompt, completion, byte_tokenizer()) == "bc"
 
 
+@pytest.mark.parametrize(("skip", "text"), [(True, "bc"), (False, "b<user>c<eos>")])
+def test_special_tokens_are_kept_if_asked_for(skip: bool, text: str) -> None:
+    ids = [*ascii_ids("b"), USER, *ascii_ids("c"), EOS]
+    model = chain_model(dict(zip([BOS, *ids], ids, strict=False)), hidden=TEXT_VOCAB)
+    with small_engine(model, byte_tokenizer(), skip_special_tokens=skip) as engine:
+        (made,) = engine.generate_rollouts([[BOS]], 1, greedy(8))[0].rollouts
+    assert (made.completion_ids, made.text) == (ids, text)
+
+
 def test_ids_that_the_tokenizer_does_not_know_have_no_text() -> None:
     """The model's vocabulary is larger by four ids."""
     assert decode_completion(ascii_ids("a"), [*ascii_ids("b"), 260, 263, *ascii_ids("c")], byte_tokenizer()) == "bc"
+
+
+@pytest.mark.parametrize("unknown", [384, 400, 9999])
+def test_ids_that_a_tokenizer_written_in_python_does_not_know_have_no_text(unknown: int) -> None:
+    tokenizer = ByT5Tokenizer()
+    a, b = tokenizer("ab", add_special_tokens=False)["input_ids"]
+    assert decode_completion([a], [b, unknown, a], tokenizer) == "ba"
 
 
 def test_without_a_tokenizer_there_is_no_text() -> None:
@@ -236,7 +354,7 @@ def set_end(directory: Path, file: str, end: int | list[int] | None) -> None:
 @pytest.mark.parametrize("last", [7, 9, 5, EOS])
 def test_every_declared_end_token_ends_a_completion(tmp_path: Path, last: int) -> None:
     """7 and 9 by generation_config, 5 by config, 1 by the tokenizer; 8 is none, so the chain goes through it."""
-    model = chain_model({20: 21, 21: 8, 8: last, last: 30}, vocab=64)
+    model = chain_model({20: 21, 21: 8, 8: last, last: 30}, hidden=TEXT_VOCAB)
     directory = save_directory(tmp_path, model, byte_tokenizer())
     set_end(directory, "generation_config.json", [7, 9])
     set_end(directory, "config.json", 5)
@@ -255,7 +373,7 @@ def test_end_tokens_as_a_number_a_list_or_none(
     tmp_path: Path, generation: Any, config: Any, expected: set[int]
 ) -> None:
     """The tokenizer's is added to them; with no end at all a completion runs to its length."""
-    directory = save_directory(tmp_path, chain_model({20: 21, 21: 9, 9: 22, 22: 30}))
+    directory = save_directory(tmp_path, chain_model({20: 21, 21: 9, 9: 22, 22: 30}, hidden=TEXT_VOCAB))
     byte_tokenizer(eos_token=None).save_pretrained(directory)
     set_end(directory, "config.json", config)
     if generation == "missing":
@@ -266,6 +384,31 @@ def test_end_tokens_as_a_number_a_list_or_none(
         assert engine.end_token_ids == expected
         made = completions(engine.generate_rollouts([[20]], 1, greedy(4)))
     assert made == [[[21, 9] if 9 in expected else [21, 9, 22, 30]]]
+
+
+@pytest.mark.parametrize("declared", ["7", [7, "9"], 7.0, True, {"id": 7}, [[7]]])
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+def test_end_tokens_that_are_no_ids_are_named(tmp_path: Path, file: str, declared: Any) -> None:
+    directory = save_directory(tmp_path, random_model("llama", vocab_size=TEXT_VOCAB), byte_tokenizer())
+    set_end(directory, file, declared)
+    with pytest.raises(RolloutError, match=rf"'{tmp_path}': {file}: eos_token_id=.*: give a token id, a list"):
+        small_engine(directory)
+
+
+@pytest.mark.parametrize(("declared", "expected"), [(None, []), (7, [7]), ([7, 9], [7, 9]), ((), []), ({7}, [7])])
+def test_end_tokens_come_in_several_forms(declared: Any, expected: list[int]) -> None:
+    assert check_end_tokens(declared) == expected
+
+
+@pytest.mark.parametrize(("declared", "kept"), [(9999, {EOS}), ([7, 9999], {7, EOS}), (-1, {EOS}), (264, {EOS})])
+def test_an_end_token_that_the_model_cannot_emit_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, declared: Any, kept: set[int]
+) -> None:
+    directory = save_directory(tmp_path, random_model("llama", vocab_size=TEXT_VOCAB), byte_tokenizer())
+    set_end(directory, "generation_config.json", declared)
+    with caplog.at_level(logging.WARNING, "rollout"), small_engine(directory) as engine:
+        assert engine.end_token_ids == kept
+    assert "of the generation_config is outside the model's vocabulary of 264 and ends no completion" in caplog.text
 
 
 def test_sampling_defaults_of_a_directory_are_not_applied(tmp_path: Path) -> None:
