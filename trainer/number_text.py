@@ -5,6 +5,7 @@ import unicodedata
 
 NO_BREAK = "\u00a0"
 _SUPERSCRIPTS = re.compile("[⁰¹²³⁴-⁹⁺⁻]++")
+_AFTER_DIGIT = re.compile("(?<=[0-9])(?=[\u00bc-\u00be\u2150-\u215e])")
 _FROM_SUPERSCRIPT = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "0123456789+-")
 
 
@@ -23,7 +24,7 @@ class _Folding(dict[int, str]):
         if char.isdecimal():
             return str(unicodedata.decimal(char))
         if "\u2044" in compatible:  # one half and the like
-            return " " + compatible.replace("\u2044", "/")
+            return compatible.replace("\u2044", "/")
         if char.isspace():
             return " "
         if unicodedata.category(char) == "Cf":  # no width
@@ -54,7 +55,8 @@ _FOLDING |= {
 def fold(text: str) -> str:
     """Digits, signs, spaces and fractions of any script in ASCII, superscripts as powers."""
     text = _SUPERSCRIPTS.sub(lambda run: "^{" + run[0].translate(_FROM_SUPERSCRIPT) + "}", text)
-    return text.translate(_FOLDING).replace("\\\\", "\\")
+    # a mixed number: 1 1/2, not 11/2
+    return _AFTER_DIGIT.sub(" ", text).translate(_FOLDING).replace("\\\\", "\\")
 
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s?(?:\{|([^\s{}]*+))")
@@ -102,17 +104,20 @@ def without_latex(folded: str) -> str:
 
 
 def is_sign(text: str, place: int, *, spaced: bool) -> bool:
-    """Whether the minus at `place` is a sign: not a dash (`--`), a hyphen (`F-16`), a range (`2001-19`), a difference.
+    """Whether the minus at `place` is a sign: not a dash (`--`), a hyphen (`F-16`), a range (`2001-19`), a difference,
+    nor the mark of a list's item.
 
     spaced: white space follows it, as in `it is - 5`.
     """
     before = text[max(0, place - 16) : place]
     operand = before.rstrip(" $\t" + NO_BREAK)
-    if not operand or operand[-1] == "\n":
+    if not operand:
         return True
     last, attached = operand[-1], not any(char.isspace() for char in before[len(operand) :])
     if last == "-" and attached:
         return False
+    if last == "\n":
+        return not (spaced and text[place] == "-")
     if last.isdigit() or last in ")]}%":
         return not attached and not spaced
     if last.isascii() and last.isalpha():

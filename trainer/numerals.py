@@ -91,7 +91,7 @@ _TOKEN = re.compile(
       | (?P<whole>[0-9]++)\s{{1,2}}(?P<part>[0-9]++)\s?/\s?(?P<parts>[0-9]++)(?![0-9.,]|\s?/\s?[0-9])
       | (?P<atom>{_ATOM})(?P<over>(?:\s?/\s?[-+]?{_ATOM})*+)
     )
-    (?:\s?(?P<scale>(?i:hundred|thousand|million|billion|trillion))\b)?+
+    (?:\s?(?P<scale>(?i:hundred|thousand|million|billion|trillion)(?![A-Za-z])))?+
     (?:\s?(?P<percent>%|(?i:percent|per\scent)\b))?+
   | (?P<expression>
         \\(?:{_FUNCTIONS})(?![A-Za-z])(?:\s?_\s?(?:\w|{_GROUP}))?(?:\s?\[[^\[\]]{{0,20}}\])?\s?(?:{_GROUP}|{_ATOM})?
@@ -99,7 +99,7 @@ _TOKEN = re.compile(
       | \\(?:pi|infty)(?![A-Za-z])
       | /\s?[-+({{$]?\s?{_ATOM}
       | \^\s?(?:\{{[^{{}}]{{0,30}}\}}|[-+]?\w)
-      | _\s?\{{?\w++\}}?
+      | (?<=[A-Za-z0-9)}}])_\{{?[A-Za-z0-9]++\}}?
     )
   | (?P<word>
         \\[A-Za-z]++
