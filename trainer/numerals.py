@@ -163,14 +163,14 @@ def _magnitude(token: re.Match[str]) -> tuple[Fraction | None, bool]:
         divisors = token["over"].split("/")[1:]
         if not divisors or value is None:
             return value, alone
-        divisor, divisor_alone = _atom(divisors[0].strip()) if len(divisors) == 1 else (None, False)
+        divisor, divisor_alone = _atom(divisors[0]) if len(divisors) == 1 else (None, False)
         return (value / divisor if divisor else None), alone and divisor_alone
     top, bottom, whole = (
         (token["part"], token["parts"], token["whole"])
         if token["whole"] is not None
         else (token["top"], token["bottom"], token["mixed"])
     )
-    numerator, denominator = _atom(top.strip("{} "))[0], _atom(bottom.strip("{} "))[0]
+    numerator, denominator = (_atom(side[1:-1] if side.startswith("{") else side)[0] for side in (top, bottom))
     if numerator is None or not denominator:
         return None, False
     fraction = numerator / denominator
@@ -184,9 +184,9 @@ def _magnitude(token: re.Match[str]) -> tuple[Fraction | None, bool]:
 
 
 def _atom(text: str) -> tuple[Fraction | None, bool]:
-    parts = _ATOM_PARTS.fullmatch(text.lstrip("+- "))
-    if parts is None:  # a number such as \frac{1}{2} in an argument with spaces
-        return None, False
+    text = text.strip()
+    parts = _ATOM_PARTS.fullmatch(text.lstrip("+-").lstrip())
+    assert parts is not None, text
     digits, alone = _digits(parts["run"])
     value = None if digits is None else _decimal(digits, parts["exponent"] or "0")
     if value is not None and parts["power"] is not None:
