@@ -112,7 +112,7 @@ def _import_file(file: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except BaseException:
         sys.path[:] = path_before
-        del sys.modules[spec.name]
+        sys.modules.pop(spec.name, None)
         raise
     _folders.add(file.parent)
     return module

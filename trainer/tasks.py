@@ -122,9 +122,7 @@ def _held_out(rows: list[Row], config: TaskConfig, seed: int) -> set[int]:
         short = f"task.eval_rows={config.eval_rows}: rows with equal prompts stay together, and {config.path} has"
         if not chosen:
             fewest = min(map(len, twins.values()))
-            raise ConfigError(
-                f"{short} no prompt in fewer than {fewest} rows; hold out as many, or give task.eval_path"
-            )
+            raise ConfigError(f"{short} no prompt in fewer than {fewest} rows; hold out more, or give task.eval_path")
         logger.warning("%s some in several rows: %d are held out", short, len(chosen))
     return chosen
 
