@@ -1,5 +1,6 @@
 """Held-out evaluation: greedy, with the training engine, from random numbers and keys that training never uses."""
 
+import math
 from dataclasses import replace
 
 from rollout import RolloutEngine, SamplingParams
@@ -28,7 +29,7 @@ def evaluate(
     good = [(row, group) for row, group in zip(rows, groups, strict=True) if group.error is None]
     rewards = [group[0] for group in score(reward, [row for row, _ in good], [group for _, group in good])]
     return {
-        "eval/reward": sum(rewards) / len(rows),
+        "eval/reward": math.fsum(rewards) / len(rows),
         "eval/pass@1": sum(value >= 1.0 for value in rewards) / len(rows),
         "eval/num_errors": float(len(rows) - len(good)),
     }

@@ -45,7 +45,8 @@ def train(run: Run) -> None:
                     rewards = score(run.reward, rows, groups)
                     if config.reward.shuffle:
                         rewards = shuffled(rewards, config.seed, step)
-                    reward_table = torch.tensor(rewards).view(len(groups), config.algorithm.group_size)
+                    reward_table = torch.tensor(rewards, dtype=torch.float64)
+                    reward_table = reward_table.view(len(groups), config.algorithm.group_size)
                     advantages = group_advantages(reward_table, config.algorithm.scale_rewards)
                 with timer.phase("update"):
                     metrics |= _update(run, groups, advantages, step)

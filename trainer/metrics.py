@@ -1,5 +1,6 @@
 """Numbers per step, by the names that TRL's dashboards use where it has one."""
 
+import statistics
 from dataclasses import dataclass, field
 
 import torch
@@ -54,15 +55,16 @@ class UpdateMetrics:
 
 
 def completion_metrics(groups: list[RolloutGroup], rewards: Tensor) -> Metrics:
-    """Rewards [groups, n] and lengths of a step's completions."""
+    """Rewards (fp64 [groups, n]) and lengths of a step's completions."""
     if not groups:
         return {"num_prompts": 0.0}  # the engine could take none of the step's prompts
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     lengths = torch.tensor([len(rollout.completion_ids) for rollout in rollouts], dtype=torch.float64)
     ended = torch.tensor([rollout.finish_reason == "stop" for rollout in rollouts])
     metrics = {
-        "reward": float(rewards.double().mean()),
-        "reward_std": float(rewards.double().std(-1).mean()),
+        # exact, so that an offset common to all costs no digits
+        "reward": statistics.mean(rewards.flatten().tolist()),
+        "reward_std": statistics.fmean(statistics.stdev(group) for group in rewards.tolist()),
         "frac_reward_zero_std": float((rewards == rewards[:, :1]).all(-1).double().mean()),
         "num_prompts": float(len(groups)),
         "num_tokens": float(lengths.sum()) + sum(len(group.prompt_ids) for group in groups),

@@ -23,7 +23,7 @@ from trainer import checkpoint
 from trainer.config import ConfigError, TrainerConfig, sampling_params, trajectory_keys
 from trainer.memory import MemoryWatch, plan_memory, step_shape
 from trainer.optimizer import MasterAdamW
-from trainer.rewards import check_arguments, make_reward
+from trainer.rewards import check_reward, make_reward
 from trainer.rows import RowStream
 from trainer.tasks import RewardFunction, Task, make_task
 from trainer.tracking import MetricsFile, SafeTracker, make_tracker
@@ -102,7 +102,7 @@ def prepare(config: TrainerConfig) -> Run:
     found, state = _check_resume(config, run_dir)
     task = make_task(config.task, config.seed)
     reward = make_reward(config.reward, task)
-    check_arguments(reward, task.train_rows)
+    check_reward(reward, task)
     timer = PhaseTimer()
 
     with timer.phase("load"):

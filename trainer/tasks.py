@@ -1,19 +1,19 @@
 """Tasks: rows to train on, rows held out, and the reward that goes with them."""
 
-import math
-import re
-from collections.abc import Callable
-from dataclasses import dataclass
-from decimal import Decimal
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trainer.config import ConfigError, TaskConfig
+from trainer.numerals import equal, last_number, single_number
 from trainer.rows import SPLIT_PURPOSE, Row, permutation, read_jsonl
+
+logger = logging.getLogger(__name__)
 
 RewardFunction = Callable[..., list[float]]
 """Called with prompts, completions, completion_ids and the rows' columns, each a list with one entry per completion."""
-
-_NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 
 
 @dataclass(frozen=True)
@@ -34,16 +34,16 @@ def exact_match(completions: list[str], answer: list[Any], **_: Any) -> list[flo
 
 
 def numeric(completions: list[str], answer: list[Any], **_: Any) -> list[float]:
-    """1 if the completion's last number equals the answer's (integers exactly, others to one in a million); else 0."""
+    """1 if the completion's last number (its last box's, if it has one) equals the answer's; else 0.
+
+    trainer.numerals says how numbers are read and compared. An answer that is no single number scores 0; check_answers
+    refuses it beforehand.
+    """
 
     def score(text: str, want: Any) -> float:
-        found, wanted = _NUMBER.findall(text), _NUMBER.findall(str(want))
-        if not found or not wanted:
-            return 0.0
-        got, expected = (Decimal(number.replace(",", "")) for number in (found[-1], wanted[-1]))
-        if got == got.to_integral_value() and expected == expected.to_integral_value():
-            return float(got == expected)
-        return float(math.isclose(got, expected, rel_tol=1e-6))
+        expected = single_number(want)
+        found = None if expected is None else last_number(text)
+        return float(expected is not None and found is not None and equal(found, expected))
 
     return [score(text, want) for text, want in zip(completions, answer, strict=True)]
 
@@ -81,16 +81,76 @@ def arithmetic(config: TaskConfig, seed: int) -> Task:
 
 
 def jsonl(config: TaskConfig, seed: int) -> Task:
-    """Rows from task.path; held-out ones from task.eval_path, else eval_rows of them, drawn at random."""
+    """Rows from task.path; held-out ones from task.eval_path, else eval_rows of them, drawn at random.
+
+    Every row has every field of its file's rows, None where it was left out. Rows with equal prompts are all held out
+    or all trained on.
+    """
     assert config.path is not None
-    rows = read_jsonl(config.path, "task.path")
+    rows = _with_all_fields(read_jsonl(config.path, "task.path"))
     if config.eval_path is not None:
-        return Task("jsonl", rows, read_jsonl(config.eval_path, "task.eval_path"), exact_match)
+        held_out = _with_all_fields(read_jsonl(config.eval_path, "task.eval_path"))
+        _warn_of_twins(rows, held_out)
+        return Task("jsonl", rows, held_out, exact_match)
     if config.eval_rows >= len(rows):
         raise ConfigError(f"task.eval_rows={config.eval_rows}: {config.path} has {len(rows)} rows; hold out fewer")
-    order = permutation(len(rows), seed, SPLIT_PURPOSE)
-    held_out, rest = order[: config.eval_rows], order[config.eval_rows :]
-    return Task("jsonl", [rows[i] for i in sorted(rest)], [rows[i] for i in sorted(held_out)], exact_match)
+    chosen = _held_out(rows, config, seed)
+    train = [row for i, row in enumerate(rows) if i not in chosen]
+    return Task("jsonl", train, [rows[i] for i in sorted(chosen)], exact_match)
+
+
+def _with_all_fields(rows: list[Row]) -> list[Row]:
+    fields: dict[str, Any] = dict.fromkeys(name for row in rows for name in row.columns)
+    return [replace(row, columns=fields | row.columns) for row in rows]
+
+
+def _prompt_key(row: Row) -> str:
+    """Equal for equal prompts."""
+    return json.dumps(row.prompt, sort_keys=True)
+
+
+def _held_out(rows: list[Row], config: TaskConfig, seed: int) -> set[int]:
+    """Places of the held-out rows: whole sets of equal prompts in random order, each that still fits in eval_rows."""
+    twins: dict[str, list[int]] = {}
+    for i in permutation(len(rows), seed, SPLIT_PURPOSE).tolist():
+        twins.setdefault(_prompt_key(rows[i]), []).append(i)
+    chosen: set[int] = set()
+    for places in twins.values():
+        if len(chosen) + len(places) <= config.eval_rows:
+            chosen.update(places)
+    if len(chosen) < config.eval_rows:
+        short = f"task.eval_rows={config.eval_rows}: rows with equal prompts stay together, and {config.path} has"
+        if not chosen:
+            fewest = min(map(len, twins.values()))
+            raise ConfigError(f"{short} no prompt in fewer than {fewest} rows; hold out more, or give task.eval_path")
+        logger.warning("%s some in several rows: %d are held out", short, len(chosen))
+    return chosen
+
+
+def _warn_of_twins(rows: list[Row], held_out: list[Row]) -> None:
+    trained = {_prompt_key(row) for row in rows}
+    twins = [row for row in held_out if _prompt_key(row) in trained]
+    if twins:
+        logger.warning(
+            "task.eval_path: %d of %d held-out rows have prompts that are trained on too, such as %s",
+            len(twins),
+            len(held_out),
+            twins[0].name(),
+        )
+
+
+def check_answers(reward: RewardFunction, rows: Sequence[Row]) -> None:
+    """Refuse an answer that the numeric reward cannot compare with. Raises ConfigError naming the row."""
+    if reward is not numeric:
+        return
+    for row in rows:
+        if single_number(row.answer) is None:
+            shown = repr(row.answer)
+            raise ConfigError(
+                f"reward=numeric: {row.name()}: answer {shown if len(shown) <= 60 else shown[:60] + '...'} is not a"
+                " single number; correct the row, or use reward=exact_match or a reward=custom of your own (with"
+                " math-verify, for instance)"
+            )
 
 
 def make_task(config: TaskConfig, seed: int) -> Task:

@@ -1,12 +1,15 @@
 """The policy loss and advantages against hand-worked numbers and an fp64 formula."""
 
 import math
+from decimal import Decimal, localcontext
 
 import pytest
 import torch
 
+from rollout import Rollout, RolloutGroup
 from trainer.advantages import group_advantages
 from trainer.losses import policy_loss
+from trainer.metrics import completion_metrics
 
 
 def _loss(
@@ -94,3 +97,55 @@ def test_group_advantages_by_hand() -> None:
 def test_equal_rewards_teach_nothing(value: float) -> None:
     """The fp32 mean of seven equal numbers may be another number; the advantage is exactly 0 all the same."""
     assert torch.equal(group_advantages(torch.full((2, 7), value)), torch.zeros(2, 7))
+
+
+GROUPS = {
+    "large offset": [1e15, 1e15 + 0.125, 1e15 + 0.5, 1e15 + 0.125],
+    "offset whose mean is no double": [2.0**53, 2.0**53 + 2, 2.0**53, 2.0**53],
+    "below fp32": [1.0, 1.0 + 1e-12, 1.0 - 1e-12, 1.0],
+    "neighbouring doubles": [0.1, math.nextafter(0.1, 1), 0.1, 0.1],
+    "cancelling": [1e16, 1.0, -1e16, 1.0],
+    "large": [1e30, -1e30, 1e30, 0.0],
+    "tiny": [5e-324, 0.0, 0.0, 1e-310],
+    "plain": [0.1, 0.7, 0.3, 0.2],
+}
+
+
+@pytest.mark.parametrize("scale", ["group", "none"])
+@pytest.mark.parametrize("group", GROUPS.values(), ids=GROUPS.keys())
+def test_advantages_are_the_exact_statistics_of_the_given_doubles(group: list[float], scale: str) -> None:
+    with localcontext(prec=2000):  # every sum, square and quotient below has fewer digits, or is cut behind them
+        values = [Decimal(value) for value in group]
+        mean = sum(values) / len(values)
+        deviation = (sum((value - mean) ** 2 for value in values) / (len(values) - 1)).sqrt()
+        divisor = deviation + Decimal("1e-4") if scale == "group" else Decimal(1)
+        expected = torch.tensor([float((value - mean) / divisor) for value in values], dtype=torch.float64)
+    got = group_advantages(torch.tensor([group], dtype=torch.float64), scale)
+    assert got.dtype == torch.float32
+    # half a unit in the last place of fp32, and none at all where it has no digits
+    assert torch.allclose(got.double(), expected, rtol=2**-24 * 1.001, atol=1e-45)
+
+
+@pytest.mark.parametrize("value", [0.1, 1 / 3, 1e15 + 0.125, 1e30, 5e-324, -0.7])
+@pytest.mark.parametrize("n", [2, 3, 7, 10])
+def test_equal_doubles_give_exact_zeros(value: float, n: int) -> None:
+    for scale in ("group", "none"):
+        assert torch.equal(group_advantages(torch.full((2, n), value, dtype=torch.float64), scale), torch.zeros(2, n))
+
+
+def test_a_common_offset_changes_no_bit_of_an_advantage() -> None:
+    rewards = torch.tensor([[0.0, 0.25, 0.5, 1.0]], dtype=torch.float64)
+    assert torch.equal(group_advantages(rewards + 2.0**50), group_advantages(rewards))
+
+
+def test_no_groups_have_no_advantages() -> None:
+    assert group_advantages(torch.zeros(0, 4, dtype=torch.float64)).shape == (0, 4)
+
+
+def test_reward_metrics_keep_small_differences_at_a_large_offset() -> None:
+    group = RolloutGroup([1], [Rollout(i, [1], [-1.0], [-1.0], "", "stop", 0) for i in range(4)], 0, 0)
+    rewards = torch.tensor([[1e15, 1e15 + 0.25, 1e15 + 0.25, 1e15 + 0.5], [0.1] * 4], dtype=torch.float64)
+    metrics = completion_metrics([group, group], rewards)
+    # deviations -1/4, 0, 0, 1/4: their squares' sum 1/8, over 3
+    assert metrics["reward_std"] == pytest.approx(math.sqrt(1 / 24) / 2, rel=1e-15)
+    assert metrics["frac_reward_zero_std"] == 0.5

@@ -3,7 +3,7 @@
 import functools
 import math
 import re
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -15,7 +15,8 @@ import torch
 
 from rollout import Rollout, RolloutError, RolloutGroup
 from trainer.config import ConfigError, RewardConfig, TaskConfig
-from trainer.rewards import check_arguments, load_reward, make_reward, reward_name, score, shuffled
+from trainer.reward_loading import check_arguments, load_reward, reward_name
+from trainer.rewards import make_reward, score, shuffled
 from trainer.rows import Row
 from trainer.tasks import exact_match, final_answer, make_task, numeric
 
@@ -227,6 +228,8 @@ def test_function_may_use_up_its_list_of_completions(change: Callable[[list[str]
         [np.float32(1), np.int64(0), np.float64(1.5), np.float16(-2), 1, 0],
         torch.tensor([1, 0, 1.5, -2, 1, 0], dtype=torch.bfloat16),
         torch.tensor([1, 0, 1.5, -2, 1, 0], requires_grad=True),
+        [torch.tensor(1), torch.tensor(0.0), torch.tensor(1.5), np.array(-2), np.bool_(True), torch.tensor(False)],
+        deque([1, 0, 1.5, -2, 1, 0]),
     ],
 )
 def test_numbers_of_any_kind_become_floats(returned: Any) -> None:
@@ -249,17 +252,32 @@ def test_numbers_of_any_kind_become_floats(returned: Any) -> None:
         np.float32("nan"),
         # exposes: math.isfinite raises OverflowError for it
         10**400,
-        # exposes: finite in fp64, but infinite in the fp32 that advantages are computed in
+        # exposes: finite in fp64, but infinite as an advantage in fp32
         1e300,
+        np.complex64(1),
+        torch.tensor([1.0]),
+        torch.tensor(math.inf),
     ],
     ids=lambda bad: repr(bad)[:12],
 )
 def test_value_that_is_no_finite_number_is_named_with_its_place(bad: Any) -> None:
+    shown = "inf" if isinstance(bad, torch.Tensor) and bad.ndim == 0 else repr(bad)
+
     def my_judge(completions: list[str]) -> list[Any]:
         return [*([1.0] * 4), bad, math.nan]
 
-    with pytest.raises(RolloutError, match=rf"^reward my_judge returned {re.escape(repr(bad))} for completion 4;"):
+    with pytest.raises(RolloutError, match=rf"^reward my_judge returned {re.escape(shown)} for completion 4;"):
         score(my_judge, ROWS, GROUPS)
+
+
+def test_integer_of_more_digits_than_python_writes_is_named_by_its_type() -> None:
+    with pytest.raises(RolloutError, match="returned a value of type int for completion 0;"):
+        score(lambda **_: [10**5000] * 6, ROWS, GROUPS)
+
+
+def test_rewards_keep_every_bit() -> None:
+    given = [0.1, 1e15 + 0.125, -1e-300, 2**53 + 0.0, 1e30, 5e-324]
+    assert score(lambda **_: given, ROWS, GROUPS) == [given[:3], given[3:]]
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 5, 7])

@@ -152,6 +152,15 @@ def test_same_rows_however_the_file_was_written(tmp_path: Path, content: bytes) 
         (b'{"prompt": "a", "answer": 1, "prompts": 2}', ":1", "'prompts'"),
         (b'{"prompt": "a", "answer": 1, "completions": 2}', ":1", "'completions'"),
         (b'{"prompt": "a", "answer": 1, "completion_ids": 2}', ":1", "'completion_ids'"),
+        (b'{"prompt": "a", "answer": 1, "answer": 2}', ":1", "'answer' is given twice"),
+        (b'\n{"prompt": "a", "answer": 1, "meta": {"k": 1, "k": 1}}', ":2", "'k' is given twice"),
+        (b'{"prompt": [{"role": "user", "role": "tool", "content": ""}], "answer": 1}', ":1", "'role' is given twice"),
+        (b'{"prompt": "a", "answer": NaN}', ":1", "NaN is not JSON"),
+        (b'{"prompt": "a", "answer": 1, "weight": -Infinity}', ":1", "-Infinity is not JSON"),
+        (b'{"prompt": "a", "answer": 1e400}', ":1", "1e400 is larger than any double"),
+        (b'{"prompt": "a", "answer": 1, "deep": ' + b"[" * 10**5 + b"]" * 10**5 + b"}", ":1", "within each other"),
+        (b'{"prompt": "a", "answer": 1, "deep": ' + b'{"k":[' * 40 + b"]}" * 40 + b"}", ":1", "within each other"),
+        (b'{"prompt": "a", "answer": 1, "deep": ' + b"[" * 500, ":1", "JSON"),
         (b"", "", "no rows"),
         (b"\n \r\n", "", "no rows"),
     ],
@@ -197,3 +206,25 @@ def test_messages_and_late_columns_are_kept(tmp_path: Path) -> None:
     values = [{"prompt": "a", "answer": 1}, {"prompt": messages, "answer": "x", "n": 3, "input_ids": [1], "meta": {}}]
     rows = read_jsonl(_file(tmp_path, "\n".join(map(json.dumps, values)).encode()), "task.path")
     assert rows == [Row("a", 1, {}), Row(messages, "x", {"n": 3, "input_ids": [1], "meta": {}})]
+
+
+SEPARATORS = "\u2028\u2029\x85\x0b\x0c\x1c\x1d\x1e\t"
+
+
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+@pytest.mark.parametrize("separator", [*SEPARATORS, SEPARATORS, "\r"])
+def test_only_a_newline_ends_a_row(tmp_path: Path, separator: str, newline: str) -> None:
+    text = f"a{separator}b"
+    lines = [f'{{"prompt": "{text}{i}", "answer": "{text}"}}' for i in range(3)]
+    rows = read_jsonl(_file(tmp_path, newline.join(lines).encode()), "task.path")
+    assert rows == [Row(f"{text}{i}", text) for i in range(3)]
+
+
+def test_rows_say_where_they_were_read(tmp_path: Path) -> None:
+    file = _file(tmp_path, b"\n" + PLAIN.replace(b"\n", b"\n\n"))
+    assert [row.source for row in read_jsonl(file, "task.path")] == [f"{file}:{line}" for line in (2, 4, 6)]
+
+
+def test_lists_in_a_row_are_taken_however_many_there_are_side_by_side(tmp_path: Path) -> None:
+    value = {"prompt": "a", "answer": [[i] for i in range(500)]}
+    assert read_jsonl(_file(tmp_path, json.dumps(value).encode()), "task.path") == [Row("a", value["answer"])]

@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -224,3 +225,84 @@ def test_holding_out_all_problems_but_one() -> None:
     task = make_task(TaskConfig(eval_rows=4094), 0)
     assert len(_unordered(task.train_rows)) == 1
     assert len(task.eval_rows) == 4094
+
+
+# -- equal prompts ------------------------------------------------------------------------------------------------
+
+
+def _twins(path: Path, prompts: list[Any]) -> str:
+    """A file with a row for each of the prompts; answers are their places."""
+    path.write_text("".join(json.dumps({"prompt": prompt, "answer": i}) + "\n" for i, prompt in enumerate(prompts)))
+    return str(path)
+
+
+def _prompts(rows: list[Row]) -> set[str]:
+    return {json.dumps(row.prompt, sort_keys=True) for row in rows}
+
+
+CHAT = [{"role": "user", "content": "p"}]
+CHAT_TURNED = [{"content": "p", "role": "user"}]
+FILES = {
+    "ten prompts twice each": ([f"p{i % 10}" for i in range(20)], 6),
+    "twins side by side": ([f"p{i // 2}" for i in range(20)], 6),
+    "one prompt often": (["p"] * 12 + [f"q{i}" for i in range(8)], 6),
+    "messages": ([CHAT, CHAT_TURNED, "p", CHAT, *(f"q{i}" for i in range(8))], 5),
+}
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("prompts", "count"), FILES.values(), ids=FILES.keys())
+def test_equal_prompts_go_to_one_side(tmp_path: Path, prompts: list[Any], count: int, seed: int) -> None:
+    config = TaskConfig(kind="jsonl", path=_twins(tmp_path / "rows.jsonl", prompts), eval_rows=count)
+    task = make_task(config, seed)
+    assert not _prompts(task.train_rows) & _prompts(task.eval_rows)
+    assert sorted(row.answer for row in task.train_rows + task.eval_rows) == list(range(len(prompts)))
+    assert len(task.eval_rows) == count
+    assert task == make_task(config, seed)
+
+
+def test_fewer_are_held_out_where_twins_would_be_parted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = _twins(tmp_path / "rows.jsonl", [f"p{i % 10}" for i in range(20)])
+    task = make_task(TaskConfig(kind="jsonl", path=path, eval_rows=7), 0)
+    assert len(task.eval_rows) == 6
+    assert "task.eval_rows=7: rows with equal prompts stay together" in caplog.text
+    assert "6 are held out" in caplog.text
+
+
+def test_one_prompt_cannot_be_held_out_from_itself(tmp_path: Path) -> None:
+    path = _twins(tmp_path / "rows.jsonl", ["p"] * 5)
+    with pytest.raises(ConfigError, match=r"^task\.eval_rows=2: .* no prompt in fewer than 5 rows"):
+        make_task(TaskConfig(kind="jsonl", path=path, eval_rows=2), 0)
+
+
+def test_held_out_file_with_prompts_that_are_trained_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path, other = (
+        _twins(tmp_path / "t.jsonl", ["a", "b", CHAT]),
+        _twins(tmp_path / "e.jsonl", ["c", "b", "d", CHAT_TURNED]),
+    )
+    make_task(TaskConfig(kind="jsonl", path=path, eval_path=other), 0)
+    expected = f"task.eval_path: 2 of 4 held-out rows have prompts that are trained on too, such as {other}:2 ('b')"
+    assert caplog.messages == [expected]
+    caplog.clear()
+    make_task(TaskConfig(kind="jsonl", path=path, eval_path=_twins(tmp_path / "e.jsonl", ["c", "a "])), 0)
+    assert caplog.messages == []
+
+
+def test_every_row_has_the_fields_of_its_file(tmp_path: Path) -> None:
+    lines = [
+        {"prompt": "a", "answer": 1, "level": 3},
+        {"prompt": "b", "answer": 2, "unit": "m"},
+        {"prompt": "c", "answer": 3},
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rows = make_task(TaskConfig(kind="jsonl", path=str(path), eval_rows=0), 0).train_rows
+    assert [row.columns for row in rows] == [
+        {"level": 3, "unit": None},
+        {"level": None, "unit": "m"},
+        {"level": None, "unit": None},
+    ]
+    held_out = [
+        make_task(TaskConfig(kind="jsonl", path=str(path), eval_rows=1), seed).eval_rows[0] for seed in range(5)
+    ]
+    assert all(row.columns.keys() == {"level", "unit"} for row in held_out)
