@@ -18,6 +18,7 @@ from torch import Tensor
 from rollout_kernels import native
 from rollout_kernels.attention import training_attention
 from rollout_kernels.cpu import bindings
+from rollout_kernels.cpu import build as cpu_build
 from rollout_kernels.errors import RolloutError
 from rollout_kernels.fused import linear, rms_norm, swiglu
 from rollout_kernels.plan import AttentionPlan, KVLayout, QuerySpan
@@ -211,7 +212,7 @@ def test_what_is_not_a_library_is_not_loaded(
 def test_a_library_is_built_once(fresh: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """By one process; later ones, and later looks, find it there."""
     log = tmp_path / "log"
-    compiler = script(tmp_path / "compiler", f'echo "$1" >> {log}; exec {shutil.which("g++")} "$@"')
+    compiler = script(tmp_path / "compiler", f'echo "$@" >> {log}; exec {shutil.which("g++")} "$@"')
     code = "assert native.identity(CPU) != 'torch'; native.compiled.cache_clear(); print(native.identity(CPU))"
     first = printed(python(code, CXX=str(compiler))).strip()
     (built,) = fresh.iterdir()
@@ -219,18 +220,18 @@ def test_a_library_is_built_once(fresh: Path, monkeypatch: pytest.MonkeyPatch, t
     before = built.stat().st_mtime_ns
     assert printed(python(code, CXX=str(compiler))).strip() == first
     assert [path.stat().st_mtime_ns for path in fresh.iterdir()] == [before]
-    assert log.read_text().split() == ["-O0"] * 6
+    assert log.read_text().count("-shared") == 1
 
 
 @COMPILED
-@pytest.mark.parametrize("damage", ["half", "zeros", "empty", "one byte"])
+@pytest.mark.parametrize("damage", ["half", "one byte"])
 def test_a_damaged_library_is_built_anew(fresh: Path, damage: str) -> None:
     """It is never loaded: one whose pages are missing would end the process with SIGBUS."""
     name = printed(python("print(native.identity(CPU))")).strip()
     (built,) = fresh.iterdir()
     whole = built.read_bytes()
-    changed = {"half": whole[: len(whole) // 2], "zeros": bytes(len(whole)), "empty": b""}
-    built.write_bytes(changed.get(damage, whole[:5000] + bytes([whole[5000] ^ 1]) + whole[5001:]))
+    cut, turned = whole[: len(whole) // 2], whole[:5000] + bytes([whole[5000] ^ 1]) + whole[5001:]
+    built.write_bytes(cut if damage == "half" else turned)
     assert printed(python("print(native.identity(CPU))")).strip() == name
     (again,) = fresh.iterdir()
     assert again.read_bytes() == whole
@@ -249,7 +250,7 @@ def test_two_processes_may_build_at_once(fresh: Path, tmp_path: Path) -> None:
     outs = [printed(process) for process in [python(code, CXX=str(compiler)) for _ in range(2)]]
     assert [path.suffix for path in fresh.iterdir()] == [".so"]
     digest = next(fresh.iterdir()).name.split("-")[0]
-    assert [out.split("-", 1)[1] if out.count("-") == 1 else out for out in outs] == [f"{digest} [24.0]\n"] * 2
+    assert [out.split("-")[-1] for out in outs] == [f"{digest} [24.0]\n"] * 2
 
 
 @COMPILED
@@ -269,6 +270,7 @@ def test_kernels_run_in_torchs_own_pool_of_threads() -> None:
 
 
 def test_another_target_is_another_identity(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(cpu_build._FLAGS, 0, "-O0")  # type: ignore[misc]
     seen = set()
     for march in ("", "x86-64-v2", "x86-64"):
         monkeypatch.setenv("COWROLL_KERNELS_MARCH", march)
@@ -312,7 +314,9 @@ def test_kernels_that_mean_other_structures_are_not_called(monkeypatch: pytest.M
 
 # -- values, on every target that is at hand -----------------------------------------------------------------------
 
-BUILDS = [("", ""), *((cxx, march) for cxx in ("g++", "clang++") for march in ("native", "x86-64-v3", "x86-64-v2"))]
+USUALLY = [("", ""), ("g++", "x86-64-v3"), ("g++", "x86-64-v2")]
+ON_REQUEST = [("g++", "native"), *(("clang++", march) for march in ("native", "x86-64-v3", "x86-64-v2"))]
+BUILDS = [*USUALLY, *(pytest.param(build, marks=pytest.mark.slow) for build in ON_REQUEST)]
 
 
 @pytest.fixture(scope="module")
@@ -320,7 +324,7 @@ def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("builds")
 
 
-@pytest.fixture(params=BUILDS, ids=lambda build: "-".join(build) if build[0] else "usual")
+@pytest.fixture(params=BUILDS, ids=lambda build: "-".join(build).strip("-") or "usual")
 def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, caches: Path) -> Iterator[None]:
     """The kernels as they are usually built, and those of each compiler for this CPU and for lesser ones."""
     cxx, march = request.param

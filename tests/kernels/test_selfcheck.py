@@ -11,7 +11,6 @@ from rollout_kernels.cpu.build import SOURCES
 SELFCHECK = Path(__file__).with_name("selfcheck.cpp")
 TARGETS = {
     "here": (["g++", "-march=native"], []),
-    "plain": (["g++", "-march=x86-64"], []),
     "aarch64": (["aarch64-linux-gnu-g++", "-static"], ["qemu-aarch64"]),
 }
 

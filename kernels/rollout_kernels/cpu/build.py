@@ -13,6 +13,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from rollout_kernels.cache import cache_directory
@@ -122,7 +123,8 @@ def _build(compiler: list[str], sources: list[Path], folder: Path, digest: str) 
         def run(*arguments: str | Path) -> None:
             subprocess.run([*compiler, *arguments], cwd=scratch, capture_output=True, text=True, check=True)
 
-        run("-c", *sources)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(lambda source: run("-c", source), sources))
         # linked without an OpenMP library: its entry point is that of the one that torch has loaded
         run("-shared", "-o", "kernels.so", *(f"{path.stem}.o" for path in sources))
         linked = Path(scratch) / "kernels.so"

@@ -60,7 +60,7 @@ class Buffer {
     size_t size_ = 0;
 };
 
-inline Floats all(float x) { return Floats{} + x; }
+inline Floats all(float x) { return x - Floats{}; }  // x - 0 is x, also for -0, so that nothing is computed
 
 // a * b + c, rounded once where the target can. Compilers do not fuse by themselves here (-ffp-contract=off), since they
 // do it in one loop and not in the next, and a row's bits would tell how many rows there were.
