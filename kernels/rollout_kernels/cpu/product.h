@@ -40,20 +40,30 @@ inline void block_product(WordMatrix a, WordMatrix b, FloatMatrix c, int words, 
 template <class T, int VECTORS>
 inline void strip_product(int rows, WordMatrix a, WordMatrix b, FloatMatrix c, int words, bool add) {
     int r = 0;
-    for (; r + kTileRows <= rows; r += kTileRows)
-        block_product<T, kTileRows, VECTORS>(a.at(r, 0), b, c.at(r, 0), words, add);
+    if constexpr (VECTORS <= kTileVectors)
+        for (; r + kTileRows <= rows; r += kTileRows)
+            block_product<T, kTileRows, VECTORS>(a.at(r, 0), b, c.at(r, 0), words, add);
     for (; r + 2 <= rows; r += 2) block_product<T, 2, VECTORS>(a.at(r, 0), b, c.at(r, 0), words, add);
     if (r < rows) block_product<T, 1, VECTORS>(a.at(r, 0), b, c.at(r, 0), words, add);
+}
+
+// Goes through the columns in strips of VECTORS vectors as long as there are as many; returns how many vectors are left.
+template <class T, int VECTORS>
+inline int strips(int rows, int vectors, WordMatrix a, WordMatrix& b, FloatMatrix& c, int words, bool add) {
+    for (; vectors >= VECTORS; vectors -= VECTORS) {
+        strip_product<T, VECTORS>(rows, a, b, c, words, add);
+        b = b.at(0, VECTORS * kLanes), c = c.at(0, VECTORS * kLanes);
+    }
+    return vectors;
 }
 
 // c = a b, or c += a b; c has kLanes * vectors columns.
 template <class T>
 void product(int rows, int vectors, WordMatrix a, WordMatrix b, FloatMatrix c, int words, bool add) {
-    constexpr int kStrip = kTileVectors * kLanes;
-    int v = 0;
-    for (; v + kTileVectors <= vectors; v += kTileVectors, b = b.at(0, kStrip), c = c.at(0, kStrip))
-        strip_product<T, kTileVectors>(rows, a, b, c, words, add);
-    for (; v < vectors; ++v, b = b.at(0, kLanes), c = c.at(0, kLanes)) strip_product<T, 1>(rows, a, b, c, words, add);
+    if (kFewRowsVectors > kTileVectors && rows <= 2)
+        vectors = strips<T, kFewRowsVectors>(rows, vectors, a, b, c, words, add);
+    vectors = strips<T, kTileVectors>(rows, vectors, a, b, c, words, add);
+    strips<T, 1>(rows, vectors, a, b, c, words, add);
 }
 
 #ifdef TARGET_AVX512

@@ -2,7 +2,8 @@
 //
 // kLanes floats fill a vector register; wider vectors would live in memory. A product keeps kTileRows x kTileVectors
 // sums in registers, beside the vectors of one row of its right side and one element of its left, and goes through
-// kTileDepth rows of the right side at a time, which stay in the first cache.
+// kTileDepth rows of the right side at a time, which stay in the first cache. One or two rows take kFewRowsVectors, so
+// that there are as many independent sums as the multiply-adds in flight.
 
 #pragma once
 
@@ -18,14 +19,14 @@
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 #define TARGET_AVX512
-constexpr int kLanes = 16, kTileRows = 6, kTileVectors = 4, kTileDepth = 128;  // of 32 registers
+constexpr int kLanes = 16, kTileRows = 6, kTileVectors = 4, kTileDepth = 128, kFewRowsVectors = 4;  // of 32 registers
 #elif defined(__AVX2__) && defined(__FMA__)
 #define TARGET_AVX2
-constexpr int kLanes = 8, kTileRows = 4, kTileVectors = 2, kTileDepth = 256;  // of 16 registers
+constexpr int kLanes = 8, kTileRows = 4, kTileVectors = 2, kTileDepth = 256, kFewRowsVectors = 4;  // of 16 registers
 #elif defined(__aarch64__)
-constexpr int kLanes = 4, kTileRows = 4, kTileVectors = 4, kTileDepth = 256;  // of 32 registers
+constexpr int kLanes = 4, kTileRows = 4, kTileVectors = 4, kTileDepth = 256, kFewRowsVectors = 4;  // of 32 registers
 #else
-constexpr int kLanes = 4, kTileRows = 4, kTileVectors = 2, kTileDepth = 256;  // of 16 registers, as SSE has
+constexpr int kLanes = 4, kTileRows = 4, kTileVectors = 2, kTileDepth = 256, kFewRowsVectors = 4;  // of 16, as SSE has
 #endif
 
 // Whether bf16 products are computed by instructions that take pairs of bf16; otherwise bf16 is widened to fp32 first.
