@@ -101,8 +101,8 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_model(path: str | Path, dtype: str = "auto", device: torch.device | str = "cpu") -> PreTrainedModel:
-    """A causal language model from a directory of safetensors, in `dtype`, on `device`, in eval mode."""
+def load_config(path: str | Path) -> PretrainedConfig:
+    """The config of a model directory, checked; no weights are read."""
     directory = check_directory(path, needs_tokenizer=False)
     try:
         model_type = json.loads((directory / "config.json").read_text()).get("model_type")
@@ -112,6 +112,12 @@ def load_model(path: str | Path, dtype: str = "auto", device: torch.device | str
         raise _unsupported(model_type)
     config = AutoConfig.from_pretrained(directory, local_files_only=True)
     check_config(config)
+    return config
+
+
+def load_model(path: str | Path, dtype: str = "auto", device: torch.device | str = "cpu") -> PreTrainedModel:
+    """A causal language model from a directory of safetensors, in `dtype`, on `device`, in eval mode."""
+    directory, config = check_directory(path, needs_tokenizer=False), load_config(path)
     device = torch.device(device)
     wanted = default_dtype(config.dtype, device) if dtype == "auto" else getattr(torch, dtype)
     if dtype == "auto" and config.dtype is not None and config.dtype != wanted:
