@@ -1,73 +1,121 @@
 """`python -m trainer`: compose the configuration, check it, train.
 
-Exit status: 0 done, 1 a crash while training, 2 a configuration or input that cannot be run, 130 interrupted.
+Exit status: 0 done, 1 a crash while training, 2 a configuration or input that cannot be run, and for a signal 128 and
+its number (130 interrupt, 143 termination). What takes time to import is imported where signals are heeded already.
 """
 
 import logging
-import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import hydra
-from omegaconf import DictConfig
+from trainer.signals import Interrupted, interrupts
 
-from rollout import RolloutError
-from trainer.config import ConfigError, parse_config
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from trainer.config import TrainerConfig
+    from trainer.run import Run
 
 _HERE = Path(__file__).resolve().parent
 # shipped inside the package by a wheel, beside it in a checkout
 CONFIG_DIRECTORY = _HERE / "conf" if (_HERE / "conf").is_dir() else _HERE.parent / "conf"
 
-logger = logging.getLogger(__name__)
 
-
-def run_training(raw: DictConfig) -> None:
-    """Train as configured; SystemExit(2) for what the user can mend, SystemExit(130) for an interrupt."""
+def run_training(raw: "DictConfig") -> None:
+    """Train as configured; SystemExit(2) for what the user can mend, SystemExit(128 + N) for signal N."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
+    import transformers
+
+    from rollout import RolloutError
+    from trainer.config import ConfigError, parse_config
+    from trainer.loop import train
+    from trainer.run import prepare
+
+    transformers.utils.logging.disable_progress_bar()
     try:
         config = parse_config(raw)
-        import transformers
-
-        from trainer.loop import train
-        from trainer.run import prepare
-
-        transformers.utils.logging.disable_progress_bar()
-        run = prepare(config)
-    except (ConfigError, RolloutError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from error
+    except ConfigError as error:
+        raise _refused(error) from error
+    run, status = None, 1
     try:
-        train(run)
-    except KeyboardInterrupt:
-        again = [a for a in sys.argv[1:] if not a.startswith(("name=", "run_dir=", "resume="))]
-        again += [f"name={config.name}", f"run_dir={run.run_dir}", "resume=auto"]
-        print(f"interrupted; go on with: python -m trainer {shlex.join(again)}", file=sys.stderr)
-        raise SystemExit(130) from None
+        with interrupts.raised(), _exits_are_crashes():
+            run = prepare(config)
+            train(run)
+        status = 0
+    except (ConfigError, RolloutError) as error:
+        if run is not None:
+            raise
+        raise _refused(error) from error
+    except KeyboardInterrupt as stop:
+        status = stop.status if isinstance(stop, Interrupted) else 130
+        print(f"interrupted; go on with: {_again(config, run)}", file=sys.stderr)
+        raise SystemExit(status) from None
     finally:
-        run.close()
+        if run is not None:
+            run.close(status)
+
+
+@contextmanager
+def _exits_are_crashes() -> Iterator[None]:
+    """Whatever code calls exit(0), a run that has not come to its end does not end with 0."""
+    try:
+        yield
+    except SystemExit as stop:
+        raise RuntimeError(f"exit({stop.code!r}) was called in the middle of the run") from stop
+
+
+def _refused(error: Exception) -> SystemExit:
+    print(f"error: {error}", file=sys.stderr)
+    return SystemExit(2)
+
+
+def _again(config: "TrainerConfig", run: "Run | None") -> str:
+    """The command that goes on with an interrupted run."""
+    from trainer.names import command_line
+
+    arguments, resume = sys.argv[1:], config.resume
+    run_dir = Path(config.run_dir).expanduser().absolute()
+    if resume in (None, "auto") or (run is not None and run.saved_step is not None):
+        resume = "auto"
+    elif (run_dir / "metrics.jsonl").exists() and run_dir not in Path(f"{resume}/x").expanduser().absolute().parents:
+        # begun from another run's checkpoint, and nothing of its own to go on from yet: again, in another folder
+        return command_line(arguments, resume=resume)
+    return command_line(arguments, name=config.name, run_dir=str(run_dir), resume=resume)
 
 
 def main() -> None:
-    composed = False
+    with interrupts.handled():
+        import hydra
 
-    @hydra.main(version_base="1.3", config_path=str(CONFIG_DIRECTORY), config_name="config")
-    def entry(raw: DictConfig) -> None:
-        nonlocal composed
-        composed = True
-        run_training(raw)
+        from trainer.config import ConfigError
+        from trainer.names import as_typed
 
-    try:
-        entry()
-    except SystemExit as stop:
-        # Hydra ends with 1 when it cannot compose; here that is a mistake in the configuration
-        if stop.code == 1 and not composed:
-            print(
-                "hint: quote values with special characters for Hydra and for the shell, as in"
-                " 'task.path=\"a=b,c.jsonl\"'",
-                file=sys.stderr,
-            )
-            raise SystemExit(2) from stop
-        raise
+        composed = False
+
+        @hydra.main(version_base="1.3", config_path=str(CONFIG_DIRECTORY), config_name="config")
+        def entry(raw: "DictConfig") -> None:
+            nonlocal composed
+            composed = True
+            run_training(raw)
+
+        try:
+            sys.argv[1:] = as_typed(sys.argv[1:])
+            entry()
+        except ConfigError as error:
+            raise _refused(error) from error
+        except SystemExit as stop:
+            # Hydra ends with 1 when it cannot compose; here that is a mistake in the configuration
+            if stop.code == 1 and not composed:
+                print(
+                    "hint: quote values with special characters for Hydra and for the shell, as in"
+                    " 'task.path=\"a=b,c.jsonl\"'",
+                    file=sys.stderr,
+                )
+                raise SystemExit(2) from stop
+            raise
 
 
 if __name__ == "__main__":

@@ -4,8 +4,12 @@ A field's metadata gives its range, and whether a change of it alters the trajec
 """
 
 import math
+import os
+import types
+import unicodedata
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -148,12 +152,25 @@ _ROLLOUT_SIZES = {
 }
 
 
+def text_keys(node: type = TrainerConfig, prefix: str = "") -> dict[str, bool]:
+    """Every key whose value is text, by its full name, and whether it may be null."""
+    found: dict[str, bool] = {}
+    for name, kind in get_type_hints(node).items():
+        if is_dataclass(kind):
+            assert isinstance(kind, type)
+            found |= text_keys(kind, f"{prefix}{name}.")
+        elif kind is str or (isinstance(kind, types.UnionType) and str in get_args(kind)):
+            found[prefix + name] = kind is not str
+    return found
+
+
 def parse_config(raw: DictConfig | dict[str, Any]) -> TrainerConfig:
     """Check a composed configuration: unknown keys, types, ranges. Raises ConfigError naming the key."""
     raw = OmegaConf.create(raw) if isinstance(raw, dict) else raw
     for spec in fields(TrainerConfig):
         if is_dataclass(spec.type) and spec.name in raw and not OmegaConf.is_dict(raw[spec.name]):
             raise ConfigError(f"{spec.name}={raw[spec.name]!r}: is a group of keys, not a value")
+    _check_text(raw)
     try:
         schema = OmegaConf.structured(TrainerConfig)
         # OmegaConf takes a frozen dataclass for one that may not be filled in
@@ -171,6 +188,7 @@ def parse_config(raw: DictConfig | dict[str, Any]) -> TrainerConfig:
         raise ConfigError(f"rollout.{error}") from error
     assert isinstance(config, TrainerConfig)
     _check_ranges(config, "")
+    _check_folders(config)
     _check_combinations(config)
     sampling_params(config)
     return config
@@ -182,6 +200,39 @@ def sampling_params(config: TrainerConfig) -> SamplingParams:
         return SamplingParams(seed=config.seed, **asdict(config.sampling))
     except RolloutError as error:
         raise ConfigError(f"sampling.{error}") from error
+
+
+def _check_text(raw: DictConfig) -> None:
+    """Refuse what YAML took for something else than text: how it was written cannot be told any more."""
+    values = OmegaConf.to_container(raw, resolve=False)
+    for key, may_be_null in text_keys().items():
+        node: Any = values
+        for part in key.split("."):
+            node = node.get(part, "") if isinstance(node, dict) else ""
+        if isinstance(node, bool | float):
+            raise ConfigError(f"{key}={node!r}: must be text; put it in quotes where it is written")
+        if node is None and not may_be_null:
+            raise ConfigError(f"{key}: must be text, not null; for the word itself write '{key}=\"null\"'")
+
+
+def _check_folders(config: TrainerConfig) -> None:
+    """Refuse names that no folder can have, or that no printed command could hold."""
+    for key, value, parts in (
+        ("name", config.name, (config.name,)),
+        ("run_dir", config.run_dir, Path(config.run_dir).parts),
+    ):
+        problem = None
+        if not value.strip():
+            problem = "is empty"
+        elif any(unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") for c in value):
+            problem = "has a control character, a line break or half a character"
+        elif max(len(os.fsencode(part)) for part in parts) > 255:
+            problem = "is longer than the 255 bytes that a folder's name may have"
+        elif key == "name" and ("/" in value or value in (".", "..")):
+            problem = "is not the name of one folder; run_dir says where the run lives"
+        if problem is not None:
+            shown = value if len(value) <= 80 else value[:77] + "..."
+            raise ConfigError(f"{key}={shown!r}: {problem}")
 
 
 def _check_ranges(node: Any, prefix: str) -> None:

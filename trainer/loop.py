@@ -5,7 +5,7 @@ import logging
 import torch
 from torch import Tensor
 
-from rollout import ExactnessError, RolloutGroup, use_engine
+from rollout import ExactnessError, RolloutError, RolloutGroup, use_engine
 from rollout.scoring import TokenScores, score_tokens
 from rollout_kernels.native import identity
 from trainer.advantages import group_advantages
@@ -19,6 +19,7 @@ from trainer.optimizer import learning_rate
 from trainer.rewards import score, shuffled
 from trainer.rows import Row
 from trainer.run import Run
+from trainer.signals import Interrupted, interrupts
 from trainer.summary import write_summary
 from trainer.tracking import Metrics, Progress
 
@@ -36,32 +37,52 @@ def train(run: Run) -> None:
         if run.start_step == 0:
             _record_first(run)
         timer.step = {}
-        for step in range(run.start_step, config.steps):
-            with timer.phase("step"):
-                before = engine.stats()
-                rows, groups = _rollouts(run, step)
-                metrics = engine_metrics(before, engine.stats())
-                with timer.phase("reward"):
-                    rewards = score(run.reward, rows, groups)
-                    if config.reward.shuffle:
-                        rewards = shuffled(rewards, config.seed, step)
-                    reward_table = torch.tensor(rewards, dtype=torch.float64)
-                    reward_table = reward_table.view(len(groups), config.algorithm.group_size)
-                    advantages = group_advantages(reward_table, config.algorithm.scale_rewards)
-                with timer.phase("update"):
-                    metrics |= _update(run, groups, advantages, step)
-                    engine.weights_updated()
-            metrics |= completion_metrics(groups, reward_table)
-            _record(run, metrics, step + 1, progress, rows, groups, rewards)
-            timer.step = {}  # what a checkpoint takes counts for the next line
-            if _due(config.checkpoint.every, step + 1, config.steps):
-                with timer.phase("checkpoint"):
-                    chosen = trajectory_keys(config)
-                    state = TrainerState(step + 1, chosen, torch.get_num_threads(), identity(engine.device))
-                    save_checkpoint(
-                        run.run_dir, state, engine.module, run.tokenizer, run.optimizer, config.checkpoint.keep
-                    )
+        run.whole_step = run.start_step
+        try:
+            for step in range(run.start_step, config.steps):
+                _train_step(run, step, progress)
+        except Interrupted as stop:
+            new = run.whole_step not in (None, run.start_step, run.saved_step)
+            if new and config.checkpoint.every and not stop.at_once:
+                _save(run)
+                logger.info("saved as it is after step %d", run.whole_step)
+            raise
     write_summary(run)
+
+
+def _train_step(run: Run, step: int, progress: Progress) -> None:
+    config, engine, timer = run.config, run.engine, run.timer
+    with timer.phase("step"):
+        before = engine.stats()
+        rows, groups = _rollouts(run, step)
+        metrics = engine_metrics(before, engine.stats())
+        with timer.phase("reward"):
+            rewards = score(run.reward, rows, groups)
+            if config.reward.shuffle:
+                rewards = shuffled(rewards, config.seed, step)
+            reward_table = torch.tensor(rewards, dtype=torch.float64)
+            reward_table = reward_table.view(len(groups), config.algorithm.group_size)
+            advantages = group_advantages(reward_table, config.algorithm.scale_rewards)
+        with timer.phase("update"):
+            metrics |= _update(run, groups, advantages, step)
+            engine.weights_updated()
+    metrics |= completion_metrics(groups, reward_table)
+    _record(run, metrics, step + 1, progress, rows, groups, rewards)
+    run.whole_step = step + 1
+    timer.step = {}  # what a checkpoint takes counts for the next line
+    if _due(config.checkpoint.every, step + 1, config.steps):
+        _save(run)
+    if step + 1 < config.steps:  # else nothing is left but the summary
+        interrupts.release()
+
+
+def _save(run: Run) -> None:
+    config, engine = run.config, run.engine
+    assert run.whole_step is not None
+    with run.timer.phase("checkpoint"):
+        state = TrainerState(run.whole_step, trajectory_keys(config), torch.get_num_threads(), identity(engine.device))
+        save_checkpoint(run.run_dir, state, engine.module, run.tokenizer, run.optimizer, config.checkpoint.keep)
+    run.saved_step = run.whole_step
 
 
 def _due(every: int, step: int, last: int) -> bool:
@@ -83,6 +104,8 @@ def _rollouts(run: Run, step: int) -> tuple[list[Row], list[RolloutGroup]]:
         if group.error is not None:
             logger.warning("row at place %d of the data stream skipped: %s", place, group.error)
     good = [(row, group) for row, group in zip(rows, groups, strict=True) if group.error is None]
+    if not good:
+        raise RolloutError(f"step {step + 1}: none of its {len(rows)} prompts could be run; {groups[0].error}")
     return [row for row, _ in good], [group for _, group in good]
 
 
@@ -105,6 +128,9 @@ def _update(run: Run, groups: list[RolloutGroup], advantages: Tensor, step: int)
         loss.loss.backward()  # type: ignore[no-untyped-call]
         metrics.add(batch, scores, loss)
     _hold_exactness(run, metrics.gap_max)
+    # from here on the step is finished, or the weights would be ahead of what is written down
+    interrupts.hold()
+    run.whole_step = None
     lr = learning_rate(config.optim, step, config.steps)
     grad_norm = run.optimizer.step(lr)
     return metrics.result() | {"grad_norm": grad_norm, "learning_rate": lr}

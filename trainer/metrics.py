@@ -56,8 +56,6 @@ class UpdateMetrics:
 
 def completion_metrics(groups: list[RolloutGroup], rewards: Tensor) -> Metrics:
     """Rewards (fp64 [groups, n]) and lengths of a step's completions."""
-    if not groups:
-        return {"num_prompts": 0.0}  # the engine could take none of the step's prompts
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     lengths = torch.tensor([len(rollout.completion_ids) for rollout in rollouts], dtype=torch.float64)
     ended = torch.tensor([rollout.finish_reason == "stop" for rollout in rollouts])

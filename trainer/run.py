@@ -11,16 +11,18 @@ from pathlib import Path
 
 import torch
 from omegaconf import OmegaConf
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from rollout import RolloutEngine, RolloutError, SamplingParams
-from rollout.loading import check_directory, load_model, load_tokenizer, resolve_device
+from rollout.builtin import tiny_config, tiny_tokenizer
+from rollout.loading import check_directory, load_config, load_model, load_tokenizer, resolve_device
 from rollout.memory import sized_for
 from rollout.prompts import encode_prompt
 from rollout.views import training_view
 from rollout_kernels.native import identity
 from trainer import checkpoint
 from trainer.config import ConfigError, TrainerConfig, sampling_params, trajectory_keys
+from trainer.limits import check_device, check_limits
 from trainer.memory import MemoryWatch, plan_memory, step_shape
 from trainer.optimizer import MasterAdamW
 from trainer.rewards import check_reward, make_reward
@@ -72,11 +74,19 @@ class Run:
     metrics_file: MetricsFile
     tracker: SafeTracker
     timer: PhaseTimer
+    whole_step: int | None = None
+    """Steps that are there as a whole, weights and line in metrics.jsonl; None in between."""
+    saved_step: int | None = None
+    """Steps in the last checkpoint that this process wrote."""
 
-    def close(self) -> None:
+    def close(self, exit_code: int = 0) -> None:
+        """exit_code: what the process will end with; the dashboard is told if that is not 0."""
         self.optimizer.close()
         self.engine.close()
-        self.tracker.finish()
+        if exit_code:
+            self.tracker.fail(exit_code)
+        else:
+            self.tracker.finish()
 
 
 def _check_resume(config: TrainerConfig, run_dir: Path) -> tuple[Path | None, checkpoint.TrainerState | None]:
@@ -99,6 +109,7 @@ def _check_resume(config: TrainerConfig, run_dir: Path) -> tuple[Path | None, ch
 def prepare(config: TrainerConfig) -> Run:
     """Check, load, resume. Raises ConfigError or RolloutError for what the user can mend."""
     run_dir = Path(config.run_dir).expanduser().absolute()
+    device = check_device(config)
     found, state = _check_resume(config, run_dir)
     task = make_task(config.task, config.seed)
     reward = make_reward(config.reward, task)
@@ -106,23 +117,17 @@ def prepare(config: TrainerConfig) -> Run:
     timer = PhaseTimer()
 
     with timer.phase("load"):
-        directory = _model_directory(config, task, timer)
-        tokenizer = load_tokenizer(directory)
+        model_config, tokenizer = _described(config)
         lengths = _check_prompts(task, tokenizer)
-        device = resolve_device(config.rollout.device)
+        check_limits(config, model_config, device, lengths["train"], lengths["eval"])
+        directory = _model_directory(config, task, timer)
         module = load_model(directory, config.rollout.dtype, device)
         _clean_generation_config(module)
         reference = load_model(directory, config.rollout.dtype, device) if config.algorithm.kl_coef else None
-        shortest = min(lengths["train"])
         shape = step_shape(config, module, lengths["train"] + lengths["eval"], len(task.eval_rows))
         engine = RolloutEngine(
             module, tokenizer, sized_for(config.rollout, module, shape.num_sequences, shape.prompt + shape.new)
         )
-        if shortest >= engine.max_model_len:
-            raise ConfigError(
-                f"rollout.max_model_len={engine.max_model_len}: no row of the task fits; the shortest prompt has"
-                f" {shortest} tokens"
-            )
     optimizer = MasterAdamW(module.named_parameters(), config.optim)
     if found is not None and state is not None:
         checkpoint.load_checkpoint(found, module, optimizer)
@@ -168,13 +173,24 @@ def _prepare_directory(run_dir: Path, found: Path | None, start: int) -> None:
         checkpoint.drop_later(run_dir, start)
 
 
+def _described(config: TrainerConfig) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
+    """Config and tokenizer of the model, without its weights."""
+    if config.model.kind == "tiny":
+        described = tiny_config()
+        described.dtype = torch.float32
+        return described, tiny_tokenizer()
+    assert config.model.path is not None
+    try:
+        directory = check_directory(config.model.path)
+    except RolloutError as error:
+        raise ConfigError(f"model.path: {error}") from error
+    return load_config(directory), load_tokenizer(directory)
+
+
 def _model_directory(config: TrainerConfig, task: Task, timer: PhaseTimer) -> Path:
     if config.model.kind == "hf":
         assert config.model.path is not None
-        try:
-            return check_directory(config.model.path)
-        except RolloutError as error:
-            raise ConfigError(f"model.path: {error}") from error
+        return check_directory(config.model.path)
     with timer.phase("warm_start"):
         return warm_started_tiny(config.model, config.task, task, config.seed)
 

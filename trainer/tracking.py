@@ -22,6 +22,7 @@ class Tracker(Protocol):
     def log(self, metrics: Mapping[str, float], step: int) -> None: ...
     def log_completions(self, rows: Sequence[Mapping[str, Any]], step: int) -> None: ...
     def finish(self) -> None: ...
+    def fail(self, exit_code: int) -> None: ...
 
 
 class WandbTracker:
@@ -45,6 +46,10 @@ class WandbTracker:
 
     def finish(self) -> None:
         self._run.finish()
+
+    def fail(self, exit_code: int) -> None:
+        """Finish a run that did not come to its end; the dashboard shows it as failed."""
+        self._run.finish(exit_code=exit_code)
 
 
 class SafeTracker:
@@ -71,6 +76,9 @@ class SafeTracker:
 
     def finish(self) -> None:
         self._try("finish")
+
+    def fail(self, exit_code: int) -> None:
+        self._try("fail", exit_code)
 
 
 def make_tracker(config: TrackingConfig, run_dir: Path, name: str, values: dict[str, Any] | None) -> SafeTracker:

@@ -1,19 +1,17 @@
 """The command line: exit status 2 and a name for what the user can mend, 1 for a crash, values as they were typed."""
 
 import json
-import logging
 import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
 
 import tiny_models
-from trainer.__main__ import main
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
@@ -23,37 +21,7 @@ SMALL = [
 """One step in a second."""
 
 Command = Callable[..., tuple[int, str]]
-
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder to start from, with an empty cache beside it."""
-    folder = tmp_path / "empty folder"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    monkeypatch.setenv("COWROLL_CACHE", str(tmp_path / "cache"))
-    return folder
-
-
-@pytest.fixture
-def command(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Command]:
-    """Run the command in this process: exit status and standard error."""
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-
-    def run(*arguments: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["python -m trainer", *arguments])
-        status: str | int | None = 0
-        try:
-            main()
-        except SystemExit as stop:
-            status = stop.code
-        assert isinstance(status, int)
-        return status, capsys.readouterr().err
-
-    yield run
-    root.handlers[:] = handlers
-    root.setLevel(level)
+"""Exit status and standard error of the arguments."""
 
 
 def _started(here: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -91,6 +59,11 @@ def _jsonl(path: Path, *lines: str) -> Path:
         (["model=hf", "model.path=nosuch"], "error: model.path: model directory 'nosuch' does not exist"),
         (["reward=custom", "reward.path=nosuch.py:f"], "error: reward.path='nosuch.py:f': "),
         (["resume=nosuch"], "error: resume='nosuch': neither a checkpoint nor a run directory"),
+        (["steps=1", "steps=2"], "error: steps: is given twice, as 'steps=1' and as 'steps=2'; give it once"),
+        (["model=tiny", "model=hf"], "error: model: is given twice"),
+        (["name=a/b"], "error: name='a/b': is not the name of one folder"),
+        (["sampling.stop_token_ids=[999999]"], "error: sampling.stop_token_ids: 999999 is outside the model's vocab"),
+        (["rollout.num_blocks=1"], "error: rollout.num_blocks=1: a row of 6 tokens "),
         (["task.path=a=b.jsonl"], "hint: quote values with special characters"),
         (["name=räd"], "hint: quote values with special characters"),
     ],
@@ -215,14 +188,15 @@ TYPED = {
 
 
 def test_values_with_special_characters_arrive_as_typed(here: Path) -> None:
-    done = _started(here, *(f'{key}="{value}"' for key, value in TYPED.items()), "seed=7", "--cfg", "job")
+    typed = [f'{key}="{value}"' for key, value in TYPED.items()]
+    done = _started(here, *typed, "seed=7", "resume=1e3", "--cfg", "job")
     assert done.returncode == 0, done.stderr
     shown = yaml.safe_load(done.stdout)
     flat = shown | {
         f"{group}.{key}": v for group, node in shown.items() if isinstance(node, dict) for key, v in node.items()
     }
     assert {key: flat[key] for key in TYPED} == TYPED
-    assert shown["seed"] == 7
+    assert (shown["seed"], shown["resume"]) == (7, "1e3")
     assert list(here.iterdir()) == []
 
 

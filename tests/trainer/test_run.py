@@ -182,15 +182,6 @@ def test_an_over_long_prompt_is_skipped_and_counted(tmp_path: Path, text_model: 
     assert metrics_of(run)[0]["num_prompts"] == 3
 
 
-def test_a_step_without_any_prompt_moves_nothing(tmp_path: Path, text_model: PreTrainedModel) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"prompt": p, "answer": "x"}) + "\n" for p in ("a", "b" * 600)))
-    overrides = [*hf_overrides(tmp_path, text_model, rows), "algorithm.prompts_per_step=1"]
-    lines = metrics_of(run_once(tmp_path / "run", *overrides, "steps=2"))
-    assert sorted(line["num_prompts"] for line in lines) == [0, 1]
-    assert next(line["grad_norm"] for line in lines if not line["num_prompts"]) == 0.0
-
-
 def test_a_task_of_which_no_row_fits_is_refused(tmp_path: Path, text_model: PreTrainedModel) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"prompt": "b" * 600, "answer": "x"}) + "\n")

@@ -1,0 +1,71 @@
+"""The command line as it was typed: Hydra takes 1e3 for a number where a name was meant, and the last of two values."""
+
+import shlex
+from collections.abc import Sequence
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, Quote, QuotedString
+from hydra.errors import HydraException
+
+from trainer.config import ConfigError, text_keys
+
+_OWN_KEYS = ("name", "run_dir", "resume")
+
+
+def as_typed(arguments: Sequence[str]) -> list[str]:
+    """The arguments, with every number or truth value that is given to a text key in quotes.
+
+    Raises ConfigError if a key or a group is given twice. What Hydra cannot read is left to it.
+    """
+    text, given, typed = text_keys(), dict[str, str](), []
+    for argument in arguments:
+        override = _parsed(argument)
+        if override is not None:
+            key = override.key_or_group
+            if key in given:
+                raise ConfigError(f"{key}: is given twice, as {given[key]!r} and as {argument!r}; give it once")
+            given[key] = argument
+            if key in text and not override.is_sweep_override() and isinstance(override.value(), bool | int | float):
+                before, _, value = argument.partition("=")
+                argument = f"{before}={_quoted(value.strip())}"
+        typed.append(argument)
+    return typed
+
+
+def command_line(arguments: Sequence[str], **values: str | None) -> str:
+    """`python -m trainer` with the arguments and other values for name, run_dir and resume, to be pasted in a shell."""
+    kept = []
+    for argument in arguments:
+        override = _parsed(argument)
+        if override is None or override.key_or_group not in _OWN_KEYS:
+            kept.append(argument)
+    kept += [override_of(key, value) for key, value in values.items() if value is not None]
+    return f"python -m trainer {shlex.join(kept)}"
+
+
+def override_of(key: str, value: str) -> str:
+    """An override by which Hydra gives the key this very text."""
+    plain = f"{key}={value}"
+    override = _parsed(plain)
+    if override is not None and "${" not in value and override.value() == value:
+        return plain
+    return f"{key}={_quoted(value)}"
+
+
+def _quoted(value: str) -> str:
+    # a backslash keeps "${" from being an interpolation, and backslashes before it have to be doubled
+    parts = value.split("${")
+    for i, part in enumerate(parts[:-1]):
+        backslashes = len(part) - len(part.rstrip("\\"))
+        parts[i] = part + "\\" * (backslashes + 1)
+    return QuotedString("${".join(parts), Quote.double).with_quotes()
+
+
+def _parsed(argument: str) -> Override | None:
+    """The override that Hydra reads; None for an option or what it cannot read."""
+    if argument.startswith("-"):
+        return None
+    try:
+        return OverridesParser.create().parse_override(argument)
+    except HydraException:
+        return None
