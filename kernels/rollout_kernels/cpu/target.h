@@ -19,15 +19,16 @@
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 #define TARGET_AVX512
-constexpr int kLanes = 16, kTileRows = 6, kTileVectors = 4, kTileDepth = 128, kFewRowsVectors = 4;  // of 32 registers
+constexpr int kLanes = 16, kTileRows = 6, kTileVectors = 4, kFewRowsVectors = 4;  // of 32 registers
 #elif defined(__AVX2__) && defined(__FMA__)
 #define TARGET_AVX2
-constexpr int kLanes = 8, kTileRows = 4, kTileVectors = 2, kTileDepth = 256, kFewRowsVectors = 4;  // of 16 registers
+constexpr int kLanes = 8, kTileRows = 4, kTileVectors = 2, kFewRowsVectors = 4;  // of 16 registers
 #elif defined(__aarch64__)
-constexpr int kLanes = 4, kTileRows = 4, kTileVectors = 4, kTileDepth = 256, kFewRowsVectors = 4;  // of 32 registers
+constexpr int kLanes = 4, kTileRows = 4, kTileVectors = 4, kFewRowsVectors = 4;  // of 32 registers
 #else
-constexpr int kLanes = 4, kTileRows = 4, kTileVectors = 2, kTileDepth = 256, kFewRowsVectors = 4;  // of 16, as SSE has
+constexpr int kLanes = 4, kTileRows = 4, kTileVectors = 2, kFewRowsVectors = 4;  // of 16, as SSE has
 #endif
+constexpr int kTileDepth = 128;  // longer sums would round more often
 
 // Whether bf16 products are computed by instructions that take pairs of bf16; otherwise bf16 is widened to fp32 first.
 #if defined(TARGET_AVX512) && defined(__AVX512BF16__)
