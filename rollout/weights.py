@@ -71,6 +71,10 @@ def check_update(module: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict
     copies: dict[Tensor, Tensor] = {}
     for name, given in tensors.items():
         target = own[name]
+        if not isinstance(given, Tensor):
+            raise RolloutError(f"update_weights: {name!r} is a {type(given).__name__}, not a tensor")
+        if given.is_meta and not target.is_meta:
+            raise RolloutError(f"update_weights: {name!r} is on the meta device, which holds no values")
         if given.shape != target.shape:
             raise RolloutError(f"update_weights: {name!r} has shape {tuple(given.shape)}, not {tuple(target.shape)}")
         if given.is_floating_point() != target.is_floating_point():
