@@ -26,10 +26,11 @@ class Call:
         Steps when nothing is there and nobody else steps. Raises RolloutError if an error in a step of another thread
         has ended the requests, after what had ended before.
         """
-        self._core.refuse_nesting()
+        self._core.turns.refuse_nesting()
         num_left = self.num_rollouts
         try:
-            self._core.begin_call(self, self._places)
+            self._core.meter.begin_call(self)
+            self._core.submit(self._places)
             for place, entry in enumerate(self.entries):
                 if isinstance(entry, BadPrompt):
                     entry.policy_version = self._core.scheduler.policy_version
@@ -44,4 +45,6 @@ class Call:
                     num_left -= 1
                     yield self._places[handle], outcome
         finally:
-            self._core.end_call(self, self._places)
+            for handle in self._places:
+                self._core.abort(handle)
+            self._core.meter.end_call(self)

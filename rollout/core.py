@@ -52,7 +52,7 @@ class EngineCore:
         self._watch = watch
         self._tokenizer = tokenizer
         self._end_token_ids = end_token_ids
-        self._turns = Turns()
+        self.turns = Turns()
         self._handles: dict[Request, RolloutHandle] = {}
         self._inbox: deque[tuple[RolloutHandle, bool]] = deque()
         """Requests to take in (False) and to abort (True), in the order in which they came."""
@@ -64,15 +64,10 @@ class EngineCore:
     @property
     def num_waiting(self) -> int:
         """Requests that have not begun, and sequences that were preempted."""
-        with self._turns.lock:
-            submitted = sum(not aborted for _, aborted in self._inbox)
+        submitted = sum(not aborted for _, aborted in self._inbox.copy())
         return len(self.scheduler.waiting) + len(self.scheduler.preempted) + submitted
 
     # -- turns --------------------------------------------------------------------------------------------------
-
-    def refuse_nesting(self) -> None:
-        """Raise if this thread is in the middle of a step."""
-        self._turns.refuse_nesting()
 
     @contextmanager
     def turn(self, unless: Callable[[], bool] = lambda: False) -> Iterator[bool]:
@@ -80,23 +75,23 @@ class EngineCore:
 
         False: `unless` came true before that, and the turn is not ours. Raises RolloutError inside another turn.
         """
-        self._turns.refuse_nesting()
+        self.turns.refuse_nesting()
         try:
-            yield self._turns.take(unless)
+            yield self.turns.take(unless)
         finally:
-            if self._turns.mine:
+            if self.turns.mine:
                 self._end_turn()
 
     def _end_turn(self) -> None:
         """What was submitted or aborted meanwhile is taken in, so that nothing is left to whoever steps next."""
-        with self._turns.lock:
+        with self.turns.lock:
             try:
                 self._take_in()
             except BaseException as error:
                 self.abort_all(error)
                 raise
             finally:
-                self._turns.give_back()
+                self.turns.give_back()
 
     def ready(self) -> ModelRunner:
         """The runner, with its pool; RolloutError if the engine is closed or its memory released."""
@@ -120,7 +115,7 @@ class EngineCore:
 
     def submit(self, handles: Iterable[RolloutHandle]) -> None:
         """Queue requests, from any thread and at any moment."""
-        with self._turns.lock:
+        with self.turns.lock:
             self.ready()
             for handle in handles:
                 handle.request.submitted_at = time.perf_counter()
@@ -132,29 +127,16 @@ class EngineCore:
 
         Never waits, since it may be called where an iterator is collected: anywhere, in the middle of a step too.
         """
-        with self._turns.lock:
+        with self.turns.lock:
             if handle.request not in self._handles:
                 return
             self._inbox.append((handle, True))
-        if not self._turns.mine:
+        if not self.turns.mine:
             try:
-                self._turns.take_if_free()
+                self.turns.take_if_free()
             finally:
-                if self._turns.mine:
+                if self.turns.mine:
                     self._end_turn()
-
-    def begin_call(self, call: object, handles: Iterable[RolloutHandle]) -> None:
-        """A call submits its requests; stats show the peaks from here on, unless another call is in progress."""
-        with self._turns.lock:
-            self.meter.begin_call(call)
-            self.submit(handles)
-
-    def end_call(self, call: object, handles: Iterable[RolloutHandle]) -> None:
-        """However a call ends: what is left of its requests is aborted."""
-        for handle in handles:
-            self.abort(handle)
-        with self._turns.lock:
-            self.meter.end_call(call)
 
     def _take_in(self) -> Ended:
         """What has been submitted and aborted since the last step."""
@@ -162,13 +144,13 @@ class EngineCore:
         while self._inbox:
             handle, aborted = self._inbox.popleft()
             if aborted:
-                ended += self.abort_request(handle.request)
+                ended += self._abort_request(handle.request)
             else:
                 self.scheduler.add(handle.request)
                 self.meter.prompt_tokens += handle.request.num_prompt_tokens
         return ended
 
-    def abort_request(self, request: Request) -> Ended:
+    def _abort_request(self, request: Request) -> Ended:
         """Drop a request; its completions that have not ended end with "abort", with what they have drawn so far."""
         if request not in self._handles:
             return []
@@ -183,20 +165,15 @@ class EngineCore:
             sequence.finish_reason = "abort"
         return [self._end(sequence) for sequence in unfinished + waiting]
 
-    def abort_begun(self) -> None:
-        """Drop every request that has begun; those that wait stay."""
-        for request in self.scheduler.begun():
-            self.abort_request(request)
-
     def abort_all(self, error: BaseException) -> None:
         """After an error, wherever it struck: nothing waits or runs, every block is free, and every handle knows."""
         self.scheduler.abort_all()
-        with self._turns.lock:
+        with self.turns.lock:
             self._inbox.clear()
             for handle in self._handles.values():
                 handle.fail(error)
             self._handles.clear()
-            self._turns.tell()
+            self.turns.tell()
 
     # -- stepping -----------------------------------------------------------------------------------------------
 
@@ -220,12 +197,12 @@ class EngineCore:
             raise
         finally:
             self.meter.seconds += time.perf_counter() - began
-            self._turns.tell()
+            self.turns.tell()
 
     def _run(self, runner: ModelRunner, batch: ScheduledBatch) -> Ended:
         self.meter.planned(self.scheduler)
         drawing, sampled, prefilled = runner.run(batch)
-        self._refuse_changed_weights()
+        self._watch.refuse_change()
         for chunk in batch.chunks:
             self.scheduler.computed(chunk)
         for prompt, logits in prefilled:
@@ -278,17 +255,14 @@ class EngineCore:
         self, handle: RolloutHandle, index: int, sampling: SamplingParams | None, key: int | None, max_len: int
     ) -> RolloutHandle:
         """Fork completion `index` of a running request into a request of its own; max_len bounds its length."""
-        request, runner = handle.request, self.ready()
-        parent = next((s for s in request.sequences if s.index == index and s.finish_reason is None), None)
-        if parent is None or not parent.logprobs or handle.done:
-            raise RolloutError(f"completion {index} of this request is not running, so it cannot be forked")
+        request, runner, parent = handle.request, self.ready(), handle.running(index)
         params = sampling or request.sampling
         max_len = min(request.num_prompt_tokens + params.max_new_tokens, max_len)
         if max_len <= parent.num_tokens:
             raise RolloutError(f"completion {index} has {len(parent.logprobs)} tokens: raise max_new_tokens to fork it")
         family, fork = request.family, request.fork(params, request.key if key is None else key, max_len)
         fork.submitted_at = time.perf_counter()
-        with self._turns.lock:
+        with self.turns.lock:
             forked = self._handles[fork] = RolloutHandle(fork)
         child = self.scheduler.fork(parent, fork, family.n + family.num_forked)
         family.num_forked += 1
@@ -306,14 +280,10 @@ class EngineCore:
     def _notice_changed_weights(self) -> None:
         """Somebody changed the weights without a word: count it as an update, unless requests have begun."""
         if self.scheduler.has_begun:
-            self._refuse_changed_weights()
+            self._watch.refuse_change()
         # a look at the values costs a little, so it is taken only before a first request, and if KV could be stale
         elif self._watch.changed(look=bool(self.scheduler.pool.cache)):
             self.set_policy_version(self.scheduler.policy_version + 1)
-
-    def _refuse_changed_weights(self) -> None:
-        if self._watch.changed(look=False):
-            raise RolloutError("the weights changed while requests were running; they have been aborted")
 
     def settle(self, running: WhileRunning) -> None:
         """Before the weights change: see that no request has begun under the old ones."""
@@ -328,7 +298,8 @@ class EngineCore:
         if running == "drain":
             self.drain()
         else:
-            self.abort_begun()
+            for request in self.scheduler.begun():
+                self._abort_request(request)
 
     def drain(self) -> None:
         """Step until every request that has begun has ended; those that wait stay where they are."""

@@ -113,6 +113,13 @@ class RolloutHandle:
             raise failure(self.error)
         return events
 
+    def running(self, index: int) -> Sequence:
+        """The sequence of completion `index`, which has drawn a token and goes on; RolloutError if there is none."""
+        for sequence in self.request.sequences:
+            if sequence.index == index and sequence.logprobs and sequence.finish_reason is None and not self.done:
+                return sequence
+        raise RolloutError(f"completion {index} of this request is not running, so it cannot be forked")
+
     def _new_tokens(self, sequence: Sequence) -> list[Event]:
         # raw_logprobs is the last to grow, perhaps at this moment
         start, end = self._num_read.get(sequence.index, 0), len(sequence.raw_logprobs)

@@ -1,5 +1,6 @@
 """What the engine has to say of itself."""
 
+import threading
 import time
 from collections import deque
 from dataclasses import asdict, dataclass, field
@@ -126,15 +127,19 @@ class Meter:
         self.seconds = 0.0
         self.window = Window()
         self._calls: set[object] = set()
+        self._lock = threading.RLock()
 
     def begin_call(self, call: object) -> None:
-        """A call begins, and with it a window, unless others are in progress: then it shares theirs."""
-        if not self._calls:
-            self.window = Window()
-        self._calls.add(call)
+        """A call begins, in any thread, and with it a window, unless others are in progress: then it shares theirs."""
+        with self._lock:
+            if not self._calls:
+                self.window = Window()
+            self._calls.add(call)
 
     def end_call(self, call: object) -> None:
-        self._calls.discard(call)
+        """However it ended; a second time is fine."""
+        with self._lock:
+            self._calls.discard(call)
 
     def planned(self, scheduler: Scheduler) -> None:
         """An iteration has been planned; its blocks are allocated."""

@@ -53,6 +53,11 @@ class WeightWatch:
         """Whether a change has been noticed since the last acknowledge(); look: at the values too."""
         return self._stepped or self._versions != self._read() or (look and not self._values.equal(self._sample()))
 
+    def refuse_change(self) -> None:
+        """While requests run: raise if a change has been noticed."""
+        if self.changed(look=False):
+            raise RolloutError("the weights changed while requests were running; they have been aborted")
+
     def acknowledge(self) -> None:
         """The change is known."""
         self._stepped, self._versions, self._values = False, self._read(), self._sample()

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import gc
 import itertools
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -279,7 +280,7 @@ def test_nobody_waits_for_ever_behind_one_who_steps(monkeypatch: pytest.MonkeyPa
         def waiting(*arguments: Any) -> Any:
             began.set()
             assert asked.wait(60)
-            while engine.policy_version == 0 and not engine._core._turns._line:
+            while engine.policy_version == 0 and not engine._core.turns._line:
                 pass  # until the other thread stands in line
             return forward(*arguments)
 
@@ -346,6 +347,30 @@ def test_an_error_in_one_thread_reaches_the_others(monkeypatch: pytest.MonkeyPat
         raised = together(call, call, call)
         assert sorted(type(found).__name__ for found in raised) == ["RolloutError", "RolloutError", "RuntimeError"]
         assert all(found is error or found.__cause__ is error for found in raised)
+        idle(engine)
+
+
+def test_an_interrupt_of_one_who_waits_ends_only_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C reaches the main thread, here while another one steps; that one goes on as if alone."""
+    with small_engine(shared_model("qwen3")) as engine:
+        runner, interrupted = engine._runner, threading.Event()
+        assert runner is not None
+        forward = runner.forward
+
+        def waited_for(*arguments: Any) -> Any:
+            if threading.current_thread() is not threading.main_thread() and not interrupted.is_set():
+                while threading.main_thread().ident not in engine._core.turns._line:
+                    pass
+                interrupted.set()
+                signal.raise_signal(signal.SIGINT)
+            return forward(*arguments)
+
+        monkeypatch.setattr(runner, "forward", waited_for)
+        with ThreadPoolExecutor(1) as pool:
+            other = pool.submit(engine.generate_rollouts, PROMPTS, 2, SAMPLING)
+            with pytest.raises(KeyboardInterrupt):
+                list(itertools.chain.from_iterable(iter(lambda: engine.generate_rollouts(OTHERS, 2, SAMPLING), [])))
+            assert as_streamed(other.result(timeout=60)) == alone(PROMPTS)
         idle(engine)
 
 
