@@ -8,8 +8,9 @@ from rollout.api import generate_rollouts, use_engine
 from rollout.config import RolloutConfig, SamplingParams
 from rollout.engine import RolloutEngine
 from rollout.errors import ExactnessError, RolloutError
+from rollout.requests import RolloutHandle
 from rollout.stats import EngineStats
-from rollout.types import Rollout, RolloutGroup
+from rollout.types import Rollout, RolloutGroup, TokenEvent
 
 __all__ = [
     "EngineStats",
@@ -19,7 +20,9 @@ __all__ = [
     "RolloutEngine",
     "RolloutError",
     "RolloutGroup",
+    "RolloutHandle",
     "SamplingParams",
+    "TokenEvent",
     "generate_rollouts",
     "use_engine",
 ]

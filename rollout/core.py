@@ -5,6 +5,7 @@ is done by the thread whose turn it is: a step, a fork, new weights, releasing m
 its handle, whoever stepped.
 """
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -76,22 +77,27 @@ class EngineCore:
         False: `unless` came true before that, and the turn is not ours. Raises RolloutError inside another turn.
         """
         self.turns.refuse_nesting()
+        me = threading.get_ident()
         try:
             yield self.turns.take(unless)
         finally:
-            if self.turns.mine:
-                self._end_turn()
+            try:
+                if self.turns.owner == me:
+                    self._end_turn()
+            finally:
+                if self.turns.owner == me:
+                    self.turns.owner = None
+                self.turns.tell()
 
     def _end_turn(self) -> None:
-        """What was submitted or aborted meanwhile is taken in, so that nothing is left to whoever steps next."""
+        """What was submitted or aborted meanwhile is taken in, and not left to whoever comes next."""
         with self.turns.lock:
             try:
                 self._take_in()
+                self.turns.owner = None  # while nobody can add to the inbox
             except BaseException as error:
                 self.abort_all(error)
                 raise
-            finally:
-                self.turns.give_back()
 
     def ready(self) -> ModelRunner:
         """The runner, with its pool; RolloutError if the engine is closed or its memory released."""
@@ -131,12 +137,9 @@ class EngineCore:
             if handle.request not in self._handles:
                 return
             self._inbox.append((handle, True))
-        if not self.turns.mine:
-            try:
-                self.turns.take_if_free()
-            finally:
-                if self.turns.mine:
-                    self._end_turn()
+            if self.turns.idle:
+                with self.turn():
+                    pass  # its end takes the abort in; else the end of another's turn does
 
     def _take_in(self) -> Ended:
         """What has been submitted and aborted since the last step."""

@@ -139,13 +139,13 @@ class RolloutHandle:
     def end(self, rollout: Rollout) -> None:
         """The engine says that a completion has ended."""
         self.rollouts.append(rollout)
-        self.done = len(self.rollouts) == self.request.n
         self._outcomes.append((self, rollout))
+        self.done = len(self.rollouts) == self.request.n
 
     def fail(self, error: BaseException) -> None:
         """The engine says that an error has ended the request."""
-        self.error, self.done = error, True
         self._outcomes.append((self, error))
+        self.error, self.done = error, True
 
 
 Outcomes = deque[tuple[RolloutHandle, Rollout | BaseException]]

@@ -4,6 +4,7 @@ import threading
 import time
 from collections import deque
 from dataclasses import asdict, dataclass, field
+from weakref import WeakSet
 
 import numpy as np
 
@@ -126,7 +127,7 @@ class Meter:
         self.forward_steps = 0
         self.seconds = 0.0
         self.window = Window()
-        self._calls: set[object] = set()
+        self._calls: WeakSet[object] = WeakSet()
         self._lock = threading.RLock()
 
     def begin_call(self, call: object) -> None:
@@ -137,7 +138,7 @@ class Meter:
             self._calls.add(call)
 
     def end_call(self, call: object) -> None:
-        """However it ended; a second time is fine."""
+        """However it ended; one that is gone has ended, too."""
         with self._lock:
             self._calls.discard(call)
 
