@@ -114,8 +114,8 @@ class EngineCore:
 
     def close(self) -> None:
         """Let go of the runner; requests that wait or run have failed."""
+        self.runner = None  # first, so that nothing can be submitted any more
         self.abort_all(RolloutError("the engine was closed"))
-        self.runner = None
 
     # -- requests -----------------------------------------------------------------------------------------------
 

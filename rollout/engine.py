@@ -116,8 +116,9 @@ class RolloutEngine:
         A completion depends on the weights, its prompt's ids, its sampling parameters (seed included), `step`, its
         key, its index and `purpose`, and on nothing else. keys: one per prompt, 0 .. 2**32 - 1; None: the prompt's
         place in this call. salt: prompts share cached KV only with those of the same salt. Raises RolloutError before
-        any work if an input is bad; with on_error="return" a bad prompt gets a group with `error` set and one rollout
-        of finish_reason "error", and the others run. progress: show a bar; None: on a terminal, in long calls.
+        any work if an input is bad; with on_error="return" a bad prompt (not a bad option) gets a group with `error`
+        set and one rollout of finish_reason "error", and the others run. progress: show a bar; None: on a terminal, in
+        long calls.
         """
         call = self._call(prompts, n, sampling, step=step, keys=keys, purpose=purpose, salt=salt, on_error=on_error)
         hidden = None if progress is None else not progress
@@ -286,10 +287,7 @@ class RolloutEngine:
     def training_view(self, *, gradient_checkpointing: bool = False) -> PreTrainedModel:
         """The module that a loss runs through to see this engine's log-probs bit for bit; same parameters."""
         return training_view(
-            self.module,
-            exact=self.exact,
-            gradient_checkpointing=gradient_checkpointing,
-            num_threads=self._num_threads,
+            self.module, exact=self.exact, gradient_checkpointing=gradient_checkpointing, num_threads=self._num_threads
         )
 
     def stats(self) -> EngineStats:
