@@ -9,8 +9,9 @@ from rollout.chat import ChatPrompt
 from rollout.config import RolloutConfig, SamplingParams
 from rollout.engine import RolloutEngine
 from rollout.errors import ExactnessError, RolloutError
+from rollout.requests import RolloutHandle
 from rollout.stats import EngineStats
-from rollout.types import Rollout, RolloutGroup
+from rollout.types import Rollout, RolloutGroup, TokenEvent
 
 __all__ = [
     "ChatPrompt",
@@ -21,7 +22,9 @@ __all__ = [
     "RolloutEngine",
     "RolloutError",
     "RolloutGroup",
+    "RolloutHandle",
     "SamplingParams",
+    "TokenEvent",
     "generate_rollouts",
     "use_engine",
 ]

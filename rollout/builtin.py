@@ -6,6 +6,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from rollout.torch_state import own_torch_state
 from rollout_kernels.cache import cache_directory
 
 _SPECIAL_TOKENS = ["<pad>", "<eos>", "<|im_start|>", "<|im_end|>"]
@@ -49,11 +50,12 @@ def tiny_config() -> Qwen3Config:
     )
 
 
+@own_torch_state()
 def build_tiny(seed: int) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast]:
     """The tiny model with fp32 weights drawn from `seed`, and its tokenizer; torch's global generator is left alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(tiny_config()).float().eval()
+        model = Qwen3ForCausalLM._from_config(tiny_config(), dtype=torch.float32).eval()
     return model, tiny_tokenizer()
 
 

@@ -1,21 +1,33 @@
-"""The part of the engine that moves: requests in, steps, completions out. One thread steps; any may submit or abort."""
+"""The part of the engine that moves: requests in, steps, events out.
+
+Any thread may submit and abort at any moment, through an inbox. Everything else that touches requests, pool or weights
+is done by the thread whose turn it is: a step, a fork, new weights, releasing memory. What happens to a request goes to
+its handle, whoever stepped.
+"""
 
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
+from rollout.block_pool import BlockTable
 from rollout.config import SamplingParams
 from rollout.errors import RolloutError
 from rollout.model_runner import ModelRunner
 from rollout.prompts import decode_completion
 from rollout.requests import RolloutHandle
+from rollout.scheduled import ScheduledBatch
 from rollout.scheduler import Scheduler
 from rollout.sequence import Request, Sequence
 from rollout.stats import Meter
+from rollout.torch_state import own_torch_state
+from rollout.turns import Turns
 from rollout.types import FinishReason, Rollout
+from rollout.weights import WeightWatch
 
 Ended = list[tuple[RolloutHandle, Rollout]]
 """Completions that have ended, each with the handle of its request."""
@@ -31,89 +43,183 @@ class EngineCore:
         self,
         scheduler: Scheduler,
         runner: ModelRunner,
+        watch: WeightWatch,
         tokenizer: PreTrainedTokenizerBase | None,
         end_token_ids: frozenset[int],
         skip_special_tokens: bool,
     ) -> None:
         self.scheduler = scheduler
-        self.runner = runner
+        self.runner: ModelRunner | None = runner
         self.meter = Meter()
+        self._watch = watch
         self._tokenizer = tokenizer
         self._end_token_ids = end_token_ids
         self._skip_special_tokens = skip_special_tokens
+        self.turns = Turns()
         self._handles: dict[Request, RolloutHandle] = {}
-        self._lock = threading.Lock()
-        self._step_lock = threading.Lock()
-        self._stepping: int | None = None
-        """The thread that is in the middle of a step."""
-        self._submitted: list[Request] = []
-        self._aborted: list[Request] = []
+        self._inbox: deque[tuple[RolloutHandle, bool]] = deque()
+        """Requests to take in (False) and to abort (True), in the order in which they came."""
 
     @property
     def has_work(self) -> bool:
-        return bool(self._submitted or self._aborted or self.scheduler.has_work)
+        return bool(self._inbox or self.scheduler.has_work)
 
     @property
     def num_waiting(self) -> int:
         """Requests that have not begun, and sequences that were preempted."""
-        return len(self.scheduler.waiting) + len(self.scheduler.preempted) + len(self._submitted)
+        submitted = sum(not aborted for _, aborted in self._inbox.copy())
+        return len(self.scheduler.waiting) + len(self.scheduler.preempted) + submitted
 
-    def submit(self, request: Request) -> RolloutHandle:
-        """Queue a request, from any thread."""
-        handle = RolloutHandle(request)
-        request.submitted_at = time.perf_counter()
-        with self._lock:
-            self._handles[request] = handle
-            self._submitted.append(request)
-        return handle
+    # -- turns --------------------------------------------------------------------------------------------------
 
-    def refuse_nesting(self) -> None:
-        """Raise if this thread is in the middle of a step."""
-        if self._stepping == threading.get_ident():
-            raise RolloutError("this engine is already generating: call it from one place at a time")
+    @contextmanager
+    def turn(self, unless: Callable[[], bool] = lambda: False) -> Iterator[bool]:
+        """Wait until no other thread steps or changes anything, and keep them from it inside.
 
-    def step(self, before: Callable[[], None]) -> Ended:
-        """One iteration: take in, `before()`, plan, run, append. Anything raised in it aborts every request."""
-        if not self._step_lock.acquire(blocking=False):
-            raise RolloutError("another thread is stepping this engine: submit to it instead")
-        began, self._stepping = time.perf_counter(), threading.get_ident()
+        False: `unless` came true before that, and the turn is not ours. Raises RolloutError inside another turn.
+        """
+        self.turns.refuse_nesting()
+        me = threading.get_ident()
         try:
-            ended = self._take_in()
-            before()
-            batch = self.scheduler.schedule()
-            assert batch or not self.scheduler.has_begun, "sequences run, but none was scheduled"
-            if not batch:
-                return ended
-            self.meter.planned(self.scheduler)
-            drawing, sampled, prefilled = self.runner.run(batch)
-            for chunk in batch.chunks:
-                self.scheduler.computed(chunk)
-            for prompt, logits in prefilled:
-                self.scheduler.prefilled(prompt, logits)
-            if sampled is not None:
-                values = (sampled.ids.tolist(), sampled.logprobs.tolist(), sampled.raw_logprobs.tolist())
-                for sequence, token, logprob, raw_logprob in zip(drawing, *values, strict=True):
-                    if self._append(sequence, token, logprob, raw_logprob):
-                        ended.append(self._end(sequence))
-            self.meter.forward_steps += bool(batch.chunks)
-            return ended
-        except BaseException:
-            self.abort_all()
-            raise
+            yield self.turns.take(unless)
         finally:
-            self.meter.seconds += time.perf_counter() - began
-            self._stepping = None
-            self._step_lock.release()
+            try:
+                if self.turns.owner == me:
+                    self._end_turn()
+            finally:
+                if self.turns.owner == me:
+                    self.turns.owner = None
+                self.turns.tell()
+
+    def _end_turn(self) -> None:
+        """What was submitted or aborted meanwhile is taken in, and not left to whoever comes next."""
+        with self.turns.lock:
+            try:
+                self._take_in()
+                self.turns.owner = None  # while nobody can add to the inbox
+            except BaseException as error:
+                self.abort_all(error)
+                raise
+
+    def ready(self) -> ModelRunner:
+        """The runner, with its pool; RolloutError if the engine is closed or its memory released."""
+        runner = self.opened()
+        if runner.cache.released:
+            missing = runner.cache.num_bytes
+            raise RolloutError(f"the KV pool has been released ({missing} bytes are missing): call restore_memory()")
+        return runner
+
+    def opened(self) -> ModelRunner:
+        if self.runner is None:
+            raise RolloutError("this engine is closed: make a new one")
+        return self.runner
+
+    def close(self) -> None:
+        """Let go of the runner; requests that wait or run have failed."""
+        self.runner = None  # first, so that nothing can be submitted any more
+        self.abort_all(RolloutError("the engine was closed"))
+
+    # -- requests -----------------------------------------------------------------------------------------------
+
+    def submit(self, handles: Iterable[RolloutHandle]) -> None:
+        """Queue requests, from any thread and at any moment."""
+        with self.turns.lock:
+            self.ready()
+            for handle in handles:
+                handle.request.submitted_at = time.perf_counter()
+                self._handles[handle.request] = handle
+                self._inbox.append((handle, False))
+
+    def abort(self, handle: RolloutHandle) -> None:
+        """Stop a request, from any thread: at once if nobody has the turn, else before the turn is handed on.
+
+        Never waits, since it may be called where an iterator is collected: anywhere, in the middle of a step too.
+        """
+        with self.turns.lock:
+            if handle.request not in self._handles:
+                return
+            self._inbox.append((handle, True))
+            if self.turns.idle:
+                with self.turn():
+                    pass  # its end takes the abort in; else the end of another's turn does
 
     def _take_in(self) -> Ended:
         """What has been submitted and aborted since the last step."""
-        with self._lock:
-            submitted, aborted = self._submitted, self._aborted
-            self._submitted, self._aborted = [], []
-        for request in submitted:
-            self.scheduler.add(request)
-            self.meter.prompt_tokens += request.num_prompt_tokens
-        return [ended for request in aborted for ended in self.abort_request(request)]
+        ended: Ended = []
+        while self._inbox:
+            handle, aborted = self._inbox.popleft()
+            if aborted:
+                ended += self._abort_request(handle.request)
+            else:
+                self.scheduler.add(handle.request)
+                self.meter.prompt_tokens += handle.request.num_prompt_tokens
+        return ended
+
+    def _abort_request(self, request: Request) -> Ended:
+        """Drop a request; its completions that have not ended end with "abort", with what they have drawn so far."""
+        if request not in self._handles:
+            return []
+        unfinished = [s for s in request.sequences if s.finish_reason is None]
+        if not unfinished:
+            request.policy_version = self.scheduler.policy_version
+        pool = self.scheduler.pool
+        waiting = [Sequence(request, i, list(request.prompt_ids), BlockTable(pool)) for i in request.unforked]
+        self.scheduler.abort(request)
+        request.sequences += waiting
+        for sequence in unfinished + waiting:
+            sequence.finish_reason = "abort"
+        return [self._end(sequence) for sequence in unfinished + waiting]
+
+    def abort_all(self, error: BaseException) -> None:
+        """After an error, wherever it struck: nothing waits or runs, every block is free, and every handle knows."""
+        self.scheduler.abort_all()
+        with self.turns.lock:
+            self._inbox.clear()
+            for handle in self._handles.values():
+                handle.fail(error)
+            self._handles.clear()
+            self.turns.tell()
+
+    # -- stepping -----------------------------------------------------------------------------------------------
+
+    def step(self, unless: Callable[[], bool] = lambda: False) -> Ended:
+        """One iteration, as soon as it is this thread's turn; none if `unless` comes true before that."""
+        with self.turn(unless) as mine:
+            return self._step() if mine else []
+
+    @own_torch_state()
+    def _step(self) -> Ended:
+        """Take in, plan, run, append. Anything raised in it aborts every request."""
+        runner, began = self.ready(), time.perf_counter()
+        try:
+            ended = self._take_in()
+            self._notice_changed_weights()
+            batch = self.scheduler.schedule()
+            assert batch or not self.scheduler.has_begun, "sequences run, but none was scheduled"
+            return ended + self._run(runner, batch) if batch else ended
+        except BaseException as error:
+            self.abort_all(error)
+            raise
+        finally:
+            self.meter.seconds += time.perf_counter() - began
+            self.turns.tell()
+
+    def _run(self, runner: ModelRunner, batch: ScheduledBatch) -> Ended:
+        self.meter.planned(self.scheduler)
+        drawing, sampled, prefilled = runner.run(batch)
+        self._watch.refuse_change()
+        for chunk in batch.chunks:
+            self.scheduler.computed(chunk)
+        for prompt, logits in prefilled:
+            self.scheduler.prefilled(prompt, logits)
+        ended: Ended = []
+        if sampled is not None:
+            values = (sampled.ids.tolist(), sampled.logprobs.tolist(), sampled.raw_logprobs.tolist())
+            for sequence, token, logprob, raw_logprob in zip(drawing, *values, strict=True):
+                if self._append(sequence, token, logprob, raw_logprob):
+                    ended.append(self._end(sequence))
+        self.meter.forward_steps += bool(batch.chunks)
+        return ended
 
     def _append(self, sequence: Sequence, token: int, logprob: float, raw_logprob: float) -> bool:
         """Append a drawn token; True if the sequence ends with it, its blocks free before the next plan."""
@@ -136,7 +242,7 @@ class EngineCore:
         return True
 
     def _end(self, sequence: Sequence) -> tuple[RolloutHandle, Rollout]:
-        """Turn a sequence that has ended into its rollout."""
+        """Turn a sequence that has ended into its rollout, and hand it to its owner."""
         request = sequence.request
         handle = self._handles[request]
         reason: FinishReason = sequence.finish_reason or "abort"
@@ -148,42 +254,46 @@ class EngineCore:
         rollout = Rollout(
             sequence.index, ids, sequence.logprobs, sequence.raw_logprobs, text, reason, request.policy_version
         )
-        handle.rollouts.append(rollout)
-        if request.finished:
-            self._close(request)
+        handle.end(rollout)
+        if handle.done:
+            del self._handles[request]
         return handle, rollout
 
-    def _close(self, request: Request) -> None:
-        with self._lock:
-            self._handles.pop(request).done = True
+    def fork(
+        self, handle: RolloutHandle, index: int, sampling: SamplingParams | None, key: int | None, max_len: int
+    ) -> RolloutHandle:
+        """Fork completion `index` of a running request into a request of its own; max_len bounds its length."""
+        request, runner, parent = handle.request, self.ready(), handle.running(index)
+        params = sampling or request.sampling
+        max_len = min(request.num_prompt_tokens + params.max_new_tokens, max_len)
+        if max_len <= parent.num_tokens:
+            raise RolloutError(f"completion {index} has {len(parent.logprobs)} tokens: raise max_new_tokens to fork it")
+        family, fork = request.family, request.fork(params, request.key if key is None else key, max_len)
+        fork.submitted_at = time.perf_counter()
+        with self.turns.lock:
+            forked = self._handles[fork] = RolloutHandle(fork)
+        child = self.scheduler.fork(parent, fork, family.n + family.num_forked)
+        family.num_forked += 1
+        if child.slot >= 0:
+            runner.copy_last_token(parent.slot, child.slot)
+        return forked
 
-    def abort(self, handle: RolloutHandle) -> None:
-        """Stop a request, from any thread: at once if nobody is stepping, else before the next iteration."""
-        with self._lock:
-            if handle.done:
-                return
-            self._aborted.append(handle.request)
-        if self._step_lock.acquire(blocking=False):
-            try:
-                self._take_in()
-            finally:
-                self._step_lock.release()
+    # -- weights ------------------------------------------------------------------------------------------------
 
-    def abort_request(self, request: Request) -> Ended:
-        """Drop a request; completions that had begun end with "abort"."""
-        if request not in self._handles:
-            return []
-        unfinished = [s for s in request.sequences if s.finish_reason is None]
-        self.scheduler.abort(request)
-        ended = []
-        for sequence in unfinished:
-            sequence.finish_reason = "abort"
-            ended.append(self._end(sequence))
-        if not ended:
-            self._close(request)
-        return ended
+    def set_policy_version(self, version: int) -> None:
+        """The weights are known to be as they are now: KV of earlier versions cannot be found any more."""
+        self._watch.acknowledge()
+        self.scheduler.set_policy_version(version)
 
-    def settle(self, running: WhileRunning, step: Callable[[], Ended]) -> None:
+    def _notice_changed_weights(self) -> None:
+        """Somebody changed the weights without a word: count it as an update, unless requests have begun."""
+        if self.scheduler.has_begun:
+            self._watch.refuse_change()
+        # a look at the values costs a little, so it is taken only before a first request, and if KV could be stale
+        elif self._watch.changed(look=bool(self.scheduler.pool.cache)):
+            self.set_policy_version(self.scheduler.policy_version + 1)
+
+    def settle(self, running: WhileRunning) -> None:
         """Before the weights change: see that no request has begun under the old ones."""
         if running not in ("refuse", "drain", "abort"):
             raise RolloutError(f"running={running!r}: use refuse, drain or abort")
@@ -194,62 +304,16 @@ class EngineCore:
                 'requests have begun under the old weights: end them, or say running="abort" (or "drain")'
             )
         if running == "drain":
-            self.drain(step)
+            self.drain()
         else:
-            self.abort_begun()
+            for request in self.scheduler.begun():
+                self._abort_request(request)
 
-    def drain(self, step: Callable[[], Ended]) -> None:
+    def drain(self) -> None:
         """Step until every request that has begun has ended; those that wait stay where they are."""
         self.scheduler.admits = False
         try:
             while self.scheduler.has_begun:
-                step()
+                self._step()
         finally:
             self.scheduler.admits = True
-
-    def abort_begun(self) -> None:
-        """Drop every request that has begun; those that wait stay."""
-        for request in self.scheduler.begun():
-            self.abort_request(request)
-
-    def abort_all(self) -> None:
-        """After an error or an interrupt, wherever it struck: nothing waits or runs, and every block is free."""
-        self.scheduler.abort_all()
-        with self._lock:
-            self._submitted, self._aborted = [], []
-            for handle in self._handles.values():
-                handle.done = True
-            self._handles.clear()
-
-    def fork(
-        self, handle: RolloutHandle, index: int, sampling: SamplingParams | None, key: int | None, max_len: int
-    ) -> RolloutHandle:
-        """Fork completion `index` of a running request into a request of its own; max_len bounds its length."""
-        request = handle.request
-        parent = next((s for s in request.sequences if s.index == index and s.finish_reason is None), None)
-        if parent is None or not parent.logprobs:
-            raise RolloutError(f"completion {index} of this request is not running, so it cannot be forked")
-        params = sampling or request.sampling
-        max_len = min(request.num_prompt_tokens + params.max_new_tokens, max_len)
-        if max_len <= parent.num_tokens:
-            raise RolloutError(f"completion {index} has {len(parent.logprobs)} tokens: raise max_new_tokens to fork it")
-        family = request.family
-        fork = Request(
-            prompt_ids=request.prompt_ids,
-            n=1,
-            sampling=params,
-            seed=request.seed if params.seed is None else params.seed,
-            step=request.step,
-            key=request.key if key is None else key,
-            purpose=request.purpose,
-            max_len=max_len,
-            salt=request.salt,
-            submitted_at=time.perf_counter(),
-        )
-        with self._lock:
-            forked = self._handles[fork] = RolloutHandle(fork)
-        child = self.scheduler.fork(parent, fork, family.n + family.num_forked)
-        family.num_forked += 1
-        if child.slot >= 0:
-            self.runner.copy_last_token(parent.slot, child.slot)
-        return forked

@@ -1,10 +1,11 @@
 """The engine: prompts in, groups of completions out, over the caller's own weights."""
 
+import logging
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from functools import partial
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rollout.block_pool import BlockPool
+from rollout.calls import Call
 from rollout.config import RolloutConfig, SamplingParams
 from rollout.core import EngineCore, WhileRunning
 from rollout.errors import RolloutError
@@ -21,14 +23,18 @@ from rollout.loading import check_matches, check_module, load_model, load_tokeni
 from rollout.memory import device_bytes, pool_size
 from rollout.model_runner import ModelRunner
 from rollout.prompts import Prompt, check_tokenizer, end_token_ids
-from rollout.requests import BadPrompt, Limits, OnError, RequestOptions, RolloutHandle, make_requests
+from rollout.requests import Limits, OnError, RequestOptions, RolloutHandle, make_requests
 from rollout.sampler import TRAIN
 from rollout.scheduler import Scheduler
 from rollout.sequence import Request
 from rollout.stats import EngineStats, collect
+from rollout.torch_state import check_parameters, own_torch_state
 from rollout.types import Rollout, RolloutGroup
 from rollout.views import check_shared, identify, make_view, training_view
 from rollout.weights import WeightWatch, check_update
+
+logger = logging.getLogger(__name__)
+from rollout_kernels.pace import warn_if_slow
 
 _BAR_DELAY = 5.0  # seconds before a progress bar shows
 
@@ -37,9 +43,13 @@ class RolloutEngine:
     """Generates groups of rollouts from a model directory or from the caller's module.
 
     A module is read through a view and never changed; after its weights changed in place, call weights_updated().
-    One thread steps (generate_rollouts and stream_rollouts do); any thread may submit and abort. close() it after use.
+    Any thread may call anything: steps, forks, new weights, releases and close() happen one at a time, in the order in
+    which they were asked for, and what a request brings goes to whoever made it. Results do not depend on the caller's
+    autocast, inference mode, default device or dtype; an engine runs with the number of torch threads that it was made
+    with. close() it after use.
     """
 
+    @own_torch_state()
     def __init__(
         self,
         model: str | Path | PreTrainedModel,
@@ -53,6 +63,7 @@ class RolloutEngine:
         else:
             self.module = check_module(model)
         check_tokenizer(tokenizer, self.module.config.vocab_size)
+        check_parameters(self.module)
         self.tokenizer = tokenizer
         parameter = next(self.module.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
@@ -61,6 +72,7 @@ class RolloutEngine:
         self.end_token_ids = end_token_ids(self.module, tokenizer)
         self.layer_group = LayerGroup.of(self.module.config, self.dtype)
         num_blocks = pool_size(config, self.layer_group, self.max_model_len, device_bytes(self.device))
+        limits = Limits(self.module.config.vocab_size, self.max_model_len, num_blocks, config.block_size)
         self.exact, self.exact_reason = decide_exactness(self.module, self.layer_group, config, self.max_model_len)
 
         self.pool = BlockPool(num_blocks, config.block_size)
@@ -71,14 +83,22 @@ class RolloutEngine:
             config.prefill_chunk_size,
             prefix_cache=config.prefix_cache,
         )
-        self._limits = Limits(self.module.config.vocab_size, self.max_model_len, num_blocks, config.block_size)
-        self._make_requests = partial(make_requests, tokenizer=tokenizer, limits=self._limits)
+        self._limits = limits
+        self._make_requests = partial(make_requests, tokenizer=tokenizer, limits=limits)
+        self._warned = False
         self._identity = identify(self.module)
-        self._watch = WeightWatch(self.module)
+        self._num_threads = torch.get_num_threads()
+        warn_if_slow(self.device, self.dtype, self._num_threads)
         cache = KVCache(self.layer_group, num_blocks, config.block_size, self.device)
         view = make_view(self.module, exact=self.exact)
-        self._runner: ModelRunner | None = ModelRunner(view, cache, config.max_num_seqs, exact=self.exact)
-        self._core = EngineCore(self.scheduler, self._runner, tokenizer, self.end_token_ids, config.skip_special_tokens)
+        runner = ModelRunner(view, cache, config.max_num_seqs, exact=self.exact)
+        watch, special = WeightWatch(self.module), config.skip_special_tokens
+        self._core = EngineCore(self.scheduler, runner, watch, tokenizer, self.end_token_ids, special)
+
+    @property
+    def _runner(self) -> ModelRunner | None:
+        """None once the engine is closed."""
+        return self._core.runner
 
     # -- generating ---------------------------------------------------------------------------------------------
 
@@ -100,20 +120,16 @@ class RolloutEngine:
         A completion depends on the weights, its prompt's ids, its sampling parameters (seed included), `step`, its
         key, its index and `purpose`, and on nothing else. keys: one per prompt, 0 .. 2**32 - 1; None: the prompt's
         place in this call. salt: prompts share cached KV only with those of the same salt. Raises RolloutError before
-        any work if an input is bad; with on_error="return" a bad prompt gets a group with `error` set and one rollout
-        of finish_reason "error", and the others run. progress: show a bar; None: on a terminal, in long calls.
+        any work if an input is bad; with on_error="return" a bad prompt (not a bad option) gets a group with `error`
+        set and one rollout of finish_reason "error", and the others run. progress: show a bar; None: on a terminal, in
+        long calls.
         """
-        self._accept()
-        requests = self._make_requests(
-            prompts, n, sampling, step=step, keys=keys, purpose=purpose, salt=salt, on_error=on_error
-        )
-        total = sum(request.n for request in requests if isinstance(request, Request))
-        entries: list[RolloutHandle | BadPrompt] = []
+        call = self._call(prompts, n, sampling, step=step, keys=keys, purpose=purpose, salt=salt, on_error=on_error)
         hidden = None if progress is None else not progress
-        with tqdm(total=total, unit="rollout", delay=_BAR_DELAY, disable=hidden, leave=False) as bar:
-            for _ in self._stream(requests, entries):
+        with tqdm(total=call.num_rollouts, unit="rollout", delay=_BAR_DELAY, disable=hidden, leave=False) as bar:
+            for _ in call.rollouts():
                 bar.update()
-        return [entry.group() for entry in entries]
+        return [entry.group() for entry in call.entries]
 
     def stream_rollouts(
         self,
@@ -124,38 +140,31 @@ class RolloutEngine:
     ) -> Iterator[tuple[int, Rollout]]:
         """Like generate_rollouts, but yields (place of the prompt, rollout) as soon as each rollout has ended.
 
-        Inputs are checked at once. Dropping the iterator aborts what is left and gives its blocks back.
+        Inputs are checked at once. Dropping the iterator aborts what is left of its own and gives the blocks back. Any
+        number of iterators and calls may be in progress, one inside another or in several threads: each gets its own
+        rollouts, whoever steps, and the same as without company.
         """
-        self._accept()
-        return self._stream(self._make_requests(prompts, n, sampling, **options), [])
+        return self._call(prompts, n, sampling, **options).rollouts()
 
-    def _stream(
-        self, requests: Seq[Request | BadPrompt], entries: list[RolloutHandle | BadPrompt]
-    ) -> Iterator[tuple[int, Rollout]]:
-        self._core.refuse_nesting()
-        self._core.meter.begin_call()
-        places: dict[RolloutHandle, int] = {}
-        try:
-            for place, request in enumerate(requests):
-                if isinstance(request, BadPrompt):
-                    request.policy_version = self.policy_version
-                    entries.append(request)
-                    yield place, request.group().rollouts[0]
-                    continue
-                handle = self._core.submit(request)
-                places[handle] = place
-                entries.append(handle)
-            while not all(handle.done for handle in places):
-                for handle, rollout in self.step():
-                    if handle in places:
-                        yield places[handle], rollout
-        except KeyboardInterrupt:  # between two steps, perhaps between submitting and noting the handle
-            self._core.abort_all()
-            raise
-        finally:
-            for handle in places:
-                if not handle.done:
-                    self.abort(handle)
+    def _call(
+        self, prompts: Seq[Prompt], n: int, sampling: SamplingParams | Seq[SamplingParams] | None, **options: Any
+    ) -> Call:
+        """Everything is checked; nothing is submitted yet."""
+        self._core.ready()
+        check_shared(self.module, self._identity)
+        requests = self._make_requests(prompts, n, sampling, **options)
+        self._warn_of_short_pool([request for request in requests if isinstance(request, Request)])
+        return Call(self._core, requests)
+
+    def _warn_of_short_pool(self, requests: Seq[Request]) -> None:
+        missing = 0 if self._warned else self._limits.missing_blocks(requests)
+        if missing:
+            self._warned = True
+            logger.warning(
+                "num_blocks=%d of %d tokens cannot hold a prompt and its max_new_tokens, so that completions end at the"
+                ' pool\'s length, with "length": set num_blocks to %d, or lower max_new_tokens',
+                *(self._limits.num_blocks, self._limits.block_size, self._limits.num_blocks + missing),
+            )
 
     def submit(
         self,
@@ -169,27 +178,10 @@ class RolloutEngine:
         salt: str | None = None,
     ) -> RolloutHandle:
         """Queue a prompt, from any thread; step() runs it. Raises RolloutError if it is bad."""
-        self._accept()
-        (request,) = self._make_requests([prompt], n, sampling, step=step, keys=[key], purpose=purpose, salt=salt)
-        assert isinstance(request, Request)
-        return self._core.submit(request)
-
-    def _open(self) -> ModelRunner:
-        if self._runner is None:
-            raise RolloutError("this engine is closed: make a new one")
-        return self._runner
-
-    def _ready(self) -> ModelRunner:
-        runner = self._open()
-        if runner.cache.released:
-            missing = runner.cache.num_bytes
-            raise RolloutError(f"the KV pool has been released ({missing} bytes are missing): call restore_memory()")
-        return runner
-
-    def _accept(self) -> None:
-        """Before new requests: the pool is there, and the weights are the caller's."""
-        self._ready()
-        check_shared(self.module, self._identity)
+        (handle,) = self._call([prompt], n, sampling, step=step, keys=[key], purpose=purpose, salt=salt).entries
+        assert isinstance(handle, RolloutHandle)
+        self._core.submit([handle])
+        return handle
 
     @property
     def has_work(self) -> bool:
@@ -197,15 +189,20 @@ class RolloutEngine:
         return self._core.has_work
 
     def step(self) -> list[tuple[RolloutHandle, Rollout]]:
-        """One iteration: plan, run, append. Returns the completions that ended, whoever submitted them.
+        """One iteration: plan, run, append. Waits while another thread steps or changes something.
 
-        An error or an interrupt in it aborts every request, gives every block back and leaves the engine usable.
+        What happens goes to the handles and iterators that it belongs to, whoever steps. Returns, for convenience, the
+        completions that ended in this very step, whoever submitted them. An error or an interrupt in it ends every
+        request, gives every block back and leaves the engine usable; the owners of requests, in whatever thread, get a
+        RolloutError with it as the cause. Raises RolloutError inside a step (in a hook of the model).
         """
-        self._ready()
-        return self._core.step(before=self._notice_changed_weights)
+        return self._core.step()
 
     def abort(self, handle: RolloutHandle) -> None:
-        """Stop a request, from any thread: its blocks are free by the next step; begun completions end with "abort"."""
+        """Stop a request, from any thread, without waiting: by the end of a step that runs its blocks are free.
+
+        Its completions that have not ended end with "abort" and what they have drawn so far, begun or not.
+        """
         self._core.abort(handle)
 
     def fork(
@@ -218,8 +215,8 @@ class RolloutEngine:
         comes. Its rollout index, a part of its random numbers' counter, is n for a request's first fork, then n + 1,
         and so on, forks of forks included.
         """
-        self._ready()
-        return self._core.fork(handle, index, sampling, key, self._limits.max_len)
+        with self._core.turn():
+            return self._core.fork(handle, index, sampling, key, self._limits.max_len)
 
     # -- weights and state --------------------------------------------------------------------------------------
 
@@ -230,72 +227,77 @@ class RolloutEngine:
 
     @policy_version.setter
     def policy_version(self, version: int) -> None:
-        self._watch.acknowledge()
-        self.scheduler.set_policy_version(version)
+        with self._core.turn():
+            self._core.set_policy_version(version)
 
     def weights_updated(self, running: WhileRunning = "refuse") -> None:
         """The shared weights changed in place: from now on rollouts carry the next policy_version. Moves no bytes.
 
         KV of earlier versions cannot be found any more. Requests that wait run under the new weights. If some have
         begun: "refuse" raises, "abort" ends them; "drain" is refused, since their weights are gone (drain() before).
+        The engine cannot hold up who writes into the weights: a write while another thread steps, or while requests
+        have begun, ends them with an error at the next look (after and before every step) where it is one of those
+        that are noticed, an optimizer's or a torch operation's. update_weights() waits for its turn instead.
         """
-        self._open()
-        self._core.refuse_nesting()
-        check_shared(self.module, self._identity)
-        if running == "drain" and self.scheduler.has_begun:
-            raise RolloutError('running="drain": the old weights are gone already; call drain() before changing them')
-        self._core.settle(running, self.step)
-        self.policy_version += 1
+        with self._core.turn():
+            self._core.opened()
+            check_shared(self.module, self._identity)
+            if running == "drain" and self.scheduler.has_begun:
+                raise RolloutError(
+                    'running="drain": the old weights are gone already; call drain() before changing them'
+                )
+            self._core.settle(running)
+            self._core.set_policy_version(self.policy_version + 1)
 
+    @own_torch_state()
     def update_weights(self, tensors: Mapping[str, Tensor], running: WhileRunning = "refuse") -> None:
         """Copy new weights, by state-dict name, into the tensors that the engine reads (the caller's, if it shares).
 
-        All or nothing: names and shapes are checked first. `running`: what to do with requests that have begun;
-        "drain" lets them end under the old weights.
+        From any thread, between steps. All or nothing: names and shapes are checked first. `running`: what to do with
+        requests that have begun; "drain" lets them end under the old weights.
         """
-        self._open()
-        copies = check_update(self.module, tensors)
-        self._core.settle(running, self.step)
-        with torch.no_grad():
-            for target, given in copies.items():
-                target.copy_(given)
-        self.policy_version += 1
+        with self._core.turn():
+            self._core.opened()
+            copies = check_update(self.module, tensors)
+            self._core.settle(running)
+            with torch.no_grad():
+                for target, given in copies.items():
+                    target.copy_(given)
+            self._core.set_policy_version(self.policy_version + 1)
 
     def drain(self) -> None:
         """Step until every request that has begun has ended; those that wait stay where they are."""
-        self._core.drain(self.step)
-
-    def _notice_changed_weights(self) -> None:
-        """Somebody changed the weights without a word: count it as an update, unless requests have begun."""
-        begun = self.scheduler.has_begun
-        # a look at the values costs a little, so it is taken only before a first request, and if KV could be stale
-        if not self._watch.changed(look=not begun and bool(self.pool.cache)):
-            return
-        if begun:
-            raise RolloutError("the weights changed while requests were running; they have been aborted")
-        self.policy_version += 1
+        with self._core.turn():
+            self._core.drain()
 
     def release_memory(self) -> int:
         """Give the KV pool back to the device's allocator (to the system, on a CPU); returns its bytes."""
-        cache = self._ready().cache
-        if self.scheduler.has_begun:
-            raise RolloutError("requests are running on the KV pool: end them before release_memory()")
-        self.pool.forget_cached()
-        cache.release()
-        return cache.num_bytes
+        with self._core.turn():
+            cache = self._core.ready().cache
+            if self.scheduler.has_begun:
+                raise RolloutError("requests are running on the KV pool: end them before release_memory()")
+            self.pool.forget_cached()
+            cache.release()
+            return cache.num_bytes
 
     def restore_memory(self) -> None:
         """Take the KV pool again after release_memory()."""
-        if self._open().cache.released:
-            self._open().cache.restore()
+        with self._core.turn():
+            cache = self._core.opened().cache
+            if cache.released:
+                cache.restore()
 
+    @own_torch_state()
     def training_view(self, *, gradient_checkpointing: bool = False) -> PreTrainedModel:
         """The module that a loss runs through to see this engine's log-probs bit for bit; same parameters."""
-        return training_view(self.module, exact=self.exact, gradient_checkpointing=gradient_checkpointing)
+        return training_view(
+            self.module, exact=self.exact, gradient_checkpointing=gradient_checkpointing, num_threads=self._num_threads
+        )
 
     def stats(self) -> EngineStats:
         """Sizes, gauges, peaks and counters of now."""
-        pool = self._runner.cache if self._runner is not None else None
+        runner = self._runner
+        pool = runner.cache if runner is not None else None
         return collect(
             self.scheduler,
             self._core.meter,
@@ -306,9 +308,12 @@ class RolloutEngine:
         )
 
     def close(self) -> None:
-        """Free the KV pool and the view. Closing twice is fine; generating afterwards is an error."""
-        self._core.abort_all()
-        self._core.runner = self._runner = None  # type: ignore[assignment]
+        """Free the KV pool and the view. Closing twice is fine; generating afterwards is an error.
+
+        Calls and iterators in other threads end with a RolloutError.
+        """
+        with self._core.turn():
+            self._core.close()
 
     def __enter__(self) -> "RolloutEngine":
         return self

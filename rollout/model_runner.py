@@ -14,6 +14,7 @@ from rollout.kv_cache import KVCache
 from rollout.sampler import SampledTokens, sample
 from rollout.scheduled import Chunk, ScheduledBatch
 from rollout.sequence import Request, Sequence
+from rollout.torch_state import own_torch_state
 from rollout.views import AttentionContext, raw_logits
 from rollout_kernels.plan import AttentionPlan, QuerySpan
 from rollout_kernels.tiles import ROW_MULTIPLE, SEGMENT_SIZE, pad_rows, round_up
@@ -38,6 +39,10 @@ class ModelRunner:
         Returns the sequences that drew a token, in the order of SampledTokens' rows (None: nobody drew), and the
         prompts whose prefill ended, each with its row of logits [V].
         """
+        with own_torch_state(self.view.num_threads):
+            return self._run(batch)
+
+    def _run(self, batch: ScheduledBatch) -> tuple[list[Sequence], SampledTokens | None, list[tuple[Sequence, Tensor]]]:
         if batch.copies:
             self.cache.copy_blocks(batch.copies)
         completing = [c.sequence for c in batch.chunks if c.completes]

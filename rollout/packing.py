@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rollout.kv_cache import LayerGroup
+from rollout.torch_state import own_torch_state
 from rollout_kernels.plan import AttentionPlan, KVLayout, QuerySpan
 from rollout_kernels.tiles import ROW_MULTIPLE, round_up
 
@@ -33,6 +34,7 @@ class Pack:
     logit_rows: Tensor
 
 
+@own_torch_state()
 def build_pack(
     groups: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]],
     layer: LayerGroup,

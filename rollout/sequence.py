@@ -105,6 +105,11 @@ class Request:
     def finished(self) -> bool:
         return not self.unforked and all(s.finish_reason for s in self.sequences)
 
+    def fork(self, sampling: SamplingParams, key: int, max_len: int) -> "Request":
+        """A request of one completion of the same prompt, for a fork of a running one."""
+        seed = self.seed if sampling.seed is None else sampling.seed
+        return Request(self.prompt_ids, 1, sampling, seed, self.step, key, self.purpose, max_len, salt=self.salt)
+
     def start_prompt(self, pool: BlockPool) -> Sequence:
         self.prompt = Sequence(self, -1, list(self.prompt_ids), BlockTable(pool))
         return self.prompt

@@ -1,8 +1,10 @@
 """What the engine has to say of itself."""
 
+import threading
 import time
 from collections import deque
 from dataclasses import asdict, dataclass, field
+from weakref import WeakSet
 
 import numpy as np
 
@@ -14,7 +16,11 @@ _LATENCIES_KEPT = 4096
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Sizes and gauges of now, peaks since the last call began, counters since the engine started."""
+    """Sizes and gauges of now, peaks and latencies since the last call began, counters since the engine started.
+
+    A call that begins while others are in progress shares their window: peaks and latencies are then of all of them,
+    since the first of them began. Counters only grow, so that what a span of time brought is a difference.
+    """
 
     num_blocks: int
     num_free_blocks: int
@@ -73,37 +79,29 @@ class EngineStats:
 
 
 def _percentiles(values: deque[float]) -> tuple[float, float]:
-    if not values:
+    seen = values.copy()  # another thread may be stepping
+    if not seen:
         return (0.0, 0.0)
-    median, late = np.percentile(np.array(values), [50, 99])
+    median, late = np.percentile(np.array(seen), [50, 99])
     return (float(median), float(late))
 
 
 @dataclass
-class Meter:
-    """Observes the engine's steps."""
+class Window:
+    """Peaks, means and latencies from some moment on."""
 
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    forward_steps: int = 0
-    seconds: float = 0.0
     peak_used: int = 0
     peak_shared: int = 0
     peak_running: int = 0
     peak_waiting: int = 0
     _waste_sum: float = 0.0
     _waste_count: int = 0
-    _first: deque[float] = field(default_factory=lambda: deque(maxlen=_LATENCIES_KEPT))
-    _per_token: deque[float] = field(default_factory=lambda: deque(maxlen=_LATENCIES_KEPT))
-
-    def begin_call(self) -> None:
-        self.peak_used = self.peak_shared = self.peak_running = self.peak_waiting = 0
-        self._waste_sum, self._waste_count = 0.0, 0
-        self._first.clear()
-        self._per_token.clear()
+    first: deque[float] = field(default_factory=lambda: deque(maxlen=_LATENCIES_KEPT))
+    """Seconds from submission to the first token, of the last completions."""
+    per_token: deque[float] = field(default_factory=lambda: deque(maxlen=_LATENCIES_KEPT))
+    """Seconds per further token, of the last completions."""
 
     def planned(self, scheduler: Scheduler) -> None:
-        """An iteration has been planned; its blocks are allocated."""
         pool = scheduler.pool
         used = pool.num_blocks - pool.num_free_blocks
         self.peak_used = max(self.peak_used, used)
@@ -115,36 +113,57 @@ class Meter:
             self._waste_sum += unfilled / (used * pool.block_size)
             self._waste_count += 1
 
+    @property
+    def kv_waste(self) -> float:
+        return self._waste_sum / self._waste_count if self._waste_count else 0.0
+
+
+class Meter:
+    """Observes the engine's steps: counters that only grow, and a window of the calls in progress."""
+
+    def __init__(self) -> None:
+        self.prompt_tokens = 0
+        self.completion_tokens = 0
+        self.forward_steps = 0
+        self.seconds = 0.0
+        self.window = Window()
+        self._calls: WeakSet[object] = WeakSet()
+        self._lock = threading.RLock()
+
+    def begin_call(self, call: object) -> None:
+        """A call begins, in any thread, and with it a window, unless others are in progress: then it shares theirs."""
+        with self._lock:
+            if not self._calls:
+                self.window = Window()
+            self._calls.add(call)
+
+    def end_call(self, call: object) -> None:
+        """However it ended; one that is gone has ended, too."""
+        with self._lock:
+            self._calls.discard(call)
+
+    def planned(self, scheduler: Scheduler) -> None:
+        """An iteration has been planned; its blocks are allocated."""
+        self.window.planned(scheduler)
+
     def drew(self, sequence: Sequence) -> None:
         """A sequence has drawn a token."""
         self.completion_tokens += 1
         if len(sequence.logprobs) == 1:
             sequence.first_token_at = time.perf_counter()
-            self._first.append(sequence.first_token_at - sequence.request.submitted_at)
+            self.window.first.append(sequence.first_token_at - sequence.request.submitted_at)
 
     def finished(self, sequence: Sequence) -> None:
         further = len(sequence.logprobs) - 1
         if further > 0:
-            self._per_token.append((time.perf_counter() - sequence.first_token_at) / further)
-
-    @property
-    def kv_waste(self) -> float:
-        return self._waste_sum / self._waste_count if self._waste_count else 0.0
-
-    @property
-    def time_to_first_token(self) -> tuple[float, float]:
-        return _percentiles(self._first)
-
-    @property
-    def time_per_token(self) -> tuple[float, float]:
-        return _percentiles(self._per_token)
+            self.window.per_token.append((time.perf_counter() - sequence.first_token_at) / further)
 
 
 def collect(
     scheduler: Scheduler, meter: Meter, *, pool_bytes: int, num_waiting: int, exact: bool, exact_reason: str
 ) -> EngineStats:
     """Everything that can be said of an engine now."""
-    pool = scheduler.pool
+    pool, window = scheduler.pool, meter.window
     return EngineStats(
         num_blocks=pool.num_blocks,
         num_free_blocks=pool.num_free_blocks,
@@ -153,19 +172,19 @@ def collect(
         pool_bytes=pool_bytes,
         num_running=len(scheduler.running),
         num_waiting=num_waiting,
-        peak_blocks_used=meter.peak_used,
-        peak_blocks_shared=meter.peak_shared,
-        peak_running=meter.peak_running,
-        peak_waiting=meter.peak_waiting,
-        kv_waste=meter.kv_waste,
+        peak_blocks_used=window.peak_used,
+        peak_blocks_shared=window.peak_shared,
+        peak_running=window.peak_running,
+        peak_waiting=window.peak_waiting,
+        kv_waste=window.kv_waste,
         prompt_tokens=meter.prompt_tokens,
         completion_tokens=meter.completion_tokens,
         forward_steps=meter.forward_steps,
         seconds=meter.seconds,
         cache_queried_tokens=pool.cache.num_queried_tokens,
         cache_hit_tokens=pool.cache.num_hit_tokens,
-        time_to_first_token=meter.time_to_first_token,
-        time_per_token=meter.time_per_token,
+        time_to_first_token=_percentiles(window.first),
+        time_per_token=_percentiles(window.per_token),
         policy_version=scheduler.policy_version,
         exact=exact,
         exact_reason=exact_reason,

@@ -24,7 +24,25 @@ class Rollout:
     finish_reason: FinishReason
     """"stop" (an end token), "length" (max_new_tokens, the model's or the pool's length), "abort" or "error"."""
     policy_version: int
-    """Weight version that made it: the number of weights_updated() calls before."""
+    """Weight version that made it, every token of it: the number of weight changes before."""
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """A completion has drawn a token."""
+
+    index: int
+    """The completion's place in its group."""
+    place: int
+    """The token's place in the completion, from 0."""
+    token_id: int
+    logprob: float
+    """As in Rollout.logprobs."""
+    raw_logprob: float
+
+
+Event = TokenEvent | Rollout
+"""What happens to a request: a token drawn, or a completion ended."""
 
 
 @dataclass(frozen=True)

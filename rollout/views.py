@@ -19,6 +19,7 @@ from transformers.activations import ACT2FN
 from rollout.errors import RolloutError
 from rollout.fusions import fuse
 from rollout.kv_cache import KVCache
+from rollout.torch_state import own_torch_state
 from rollout_kernels.activations import SiLU
 from rollout_kernels.attention import attend, training_attention
 from rollout_kernels.plan import AttentionPlan
@@ -132,9 +133,11 @@ def bare_view(module: PreTrainedModel) -> PreTrainedModel:
     return copy.deepcopy(module, memo).eval()
 
 
-def make_view(module: PreTrainedModel, *, exact: bool) -> PreTrainedModel:
-    """A view that attends through this engine."""
+@own_torch_state()
+def make_view(module: PreTrainedModel, *, exact: bool, num_threads: int | None = None) -> PreTrainedModel:
+    """A view that attends through this engine, with as many torch threads (None: those of now) in every forward."""
     view = bare_view(module)
+    view.num_threads = torch.get_num_threads() if num_threads is None else num_threads
     view.set_attn_implementation(ATTENTION_NAME)
     if exact:
         for substitute in SUBSTITUTIONS:
@@ -143,7 +146,9 @@ def make_view(module: PreTrainedModel, *, exact: bool) -> PreTrainedModel:
     return view
 
 
-def training_view(module: PreTrainedModel, *, exact: bool, gradient_checkpointing: bool) -> PreTrainedModel:
+def training_view(
+    module: PreTrainedModel, *, exact: bool, gradient_checkpointing: bool, num_threads: int | None = None
+) -> PreTrainedModel:
     """The view that the loss runs through; dropout is refused, since the generator has none."""
     for name, submodule in module.named_modules():
         if isinstance(submodule, nn.Dropout) and submodule.p > 0:
@@ -153,7 +158,7 @@ def training_view(module: PreTrainedModel, *, exact: bool, gradient_checkpointin
     dropout = getattr(module.config, "attention_dropout", 0.0)
     if dropout:
         raise RolloutError(f"attention_dropout={dropout}: set it to 0, since rollouts are drawn without dropout")
-    view = make_view(module, exact=exact)
+    view = make_view(module, exact=exact, num_threads=num_threads)
     if gradient_checkpointing:
         # renamed in transformers 5.24
         enable = getattr(view, "activation_checkpointing_enable", view.gradient_checkpointing_enable)
@@ -186,14 +191,15 @@ def raw_logits(
 ) -> Tensor:
     """One forward over ids [T] at positions [T]: logits [R, V] of the token rows [R], in the model's dtype.
 
-    T and R are multiples of 16 where bits matter.
+    T and R are multiples of 16 where bits matter. The caller's autocast and inference mode do not reach the model.
     """
-    out = view(
-        input_ids=ids[None],
-        position_ids=positions[None],
-        use_cache=False,
-        logits_to_keep=rows,
-        attention_context=context,
-    )
+    with own_torch_state(view.num_threads):
+        out = view(
+            input_ids=ids[None],
+            position_ids=positions[None],
+            use_cache=False,
+            logits_to_keep=rows,
+            attention_context=context,
+        )
     logits: Tensor = out.logits[0]
     return logits

@@ -53,6 +53,11 @@ class WeightWatch:
         """Whether a change has been noticed since the last acknowledge(); look: at the values too."""
         return self._stepped or self._versions != self._read() or (look and not self._values.equal(self._sample()))
 
+    def refuse_change(self) -> None:
+        """While requests run: raise if a change has been noticed."""
+        if self.changed(look=False):
+            raise RolloutError("the weights changed while requests were running; they have been aborted")
+
     def acknowledge(self) -> None:
         """The change is known."""
         self._stepped, self._versions, self._values = False, self._read(), self._sample()
@@ -71,6 +76,10 @@ def check_update(module: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict
     copies: dict[Tensor, Tensor] = {}
     for name, given in tensors.items():
         target = own[name]
+        if not isinstance(given, Tensor):
+            raise RolloutError(f"update_weights: {name!r} is a {type(given).__name__}, not a tensor")
+        if given.is_meta and not target.is_meta:
+            raise RolloutError(f"update_weights: {name!r} is on the meta device, which holds no values")
         if given.shape != target.shape:
             raise RolloutError(f"update_weights: {name!r} has shape {tuple(given.shape)}, not {tuple(target.shape)}")
         if given.is_floating_point() != target.is_floating_point():

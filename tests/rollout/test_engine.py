@@ -439,6 +439,35 @@ def test_a_completion_ends_where_the_pool_does() -> None:
     assert [(len(r.completion_ids), r.finish_reason) for r in group.rollouts] == [(5, "length")] * 3
 
 
+@pytest.mark.parametrize(
+    ("prompt", "new", "options", "needed"),
+    [
+        (6, 40, {"block_size": 16, "num_blocks": 2}, 3),
+        (15, 50, {"block_size": 4, "num_blocks": 5}, 17),
+        (9, 500, {"block_size": 8, "num_blocks": 3, "max_model_len": 100}, 13),
+    ],
+    ids=str,
+)
+def test_a_pool_that_cuts_completions_short_says_so_once(
+    caplog: pytest.LogCaptureFixture, prompt: int, new: int, options: dict[str, int], needed: int
+) -> None:
+    """With the blocks that suffice, which do."""
+    prompts, sampling = random_prompts([prompt] * 2), SamplingParams(max_new_tokens=new, seed=1)
+    with small_engine(shared_model("qwen3"), **options) as engine:
+        engine.generate_rollouts(prompts, 1, sampling)
+        list(engine.stream_rollouts(prompts, 1, sampling))
+        engine.abort(engine.submit(prompts[0], 1, sampling))
+    (message,) = [record.getMessage() for record in caplog.records if "num_blocks" in record.getMessage()]
+    assert f"set num_blocks to {needed}, or lower max_new_tokens" in message
+    for enough in (needed, needed - 1):
+        caplog.clear()
+        with small_engine(shared_model("qwen3"), **options | {"num_blocks": enough}) as engine:
+            groups = engine.generate_rollouts(prompts, 1, sampling)
+        longest = min(new, options.get("max_model_len", 512) - prompt)
+        assert all(len(g.rollouts[0].completion_ids) == longest for g in groups) == (enough == needed)
+        assert bool(caplog.records) == (enough < needed)
+
+
 def test_max_new_tokens_counts_the_end_token() -> None:
     """1 -> 2 -> 3 -> 9, the end: cut before it, at it and behind it."""
     model = chain_model({1: 2, 2: 3, 3: 9, 9: 5}, eos_token_id=9)
@@ -524,6 +553,8 @@ def test_bad_input_is_named_and_the_engine_goes_on(arguments: tuple[Any, ...], m
         ({"keys": [-1]}, "key=-1 must lie in"),
         ({"keys": [2**32]}, "key=4294967296 must lie in"),
         ({"step": -1}, "step=-1 must lie in"),
+        ({"purpose": -1}, "purpose=-1 must lie in"),
+        ({"salt": ["a"]}, r"salt=\['a'\]: use a string or None"),
         ({"on_error": "ignore"}, "on_error='ignore': use raise or return"),
     ],
     ids=str,
@@ -531,6 +562,33 @@ def test_bad_input_is_named_and_the_engine_goes_on(arguments: tuple[Any, ...], m
 def test_bad_options_are_named(keywords: dict[str, Any], message: str) -> None:
     with small_engine(shared_model("qwen3")) as engine, pytest.raises(RolloutError, match=message):
         engine.generate_rollouts([[1]], 1, SAMPLING, **keywords)
+
+
+@pytest.mark.parametrize("on_error", ["raise", "return"])
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [
+        (SamplingParams(stop_token_ids=(3, VOCAB)), "stop_token_ids: 211 is outside the model's vocabulary of 211"),
+        ([SAMPLING, SamplingParams(stop_token_ids=(10**9,))], "stop_token_ids: 1000000000 is outside"),
+        ([SAMPLING], "1 sampling parameters for 2 prompts"),
+        ([SAMPLING, None], "sampling=.*: use SamplingParams"),
+        ({"temperature": 1.0}, r"sampling=\{'temperature': 1.0\}: use SamplingParams"),
+    ],
+    ids=str,
+)
+def test_an_option_that_fits_no_prompt_is_refused_and_is_no_bad_prompt(
+    on_error: Any, sampling: Any, message: str
+) -> None:
+    with small_engine(shared_model("qwen3")) as engine:
+        for call in (engine.generate_rollouts, engine.stream_rollouts):
+            with pytest.raises(RolloutError, match=message):
+                call([[1], [2]], 1, sampling, on_error=on_error)
+
+
+@pytest.mark.parametrize("sizes", [{"max_model_len": 1}, {"num_blocks": 1, "block_size": 1}], ids=str)
+def test_sizes_that_no_prompt_fits_are_refused_before_the_probe(sizes: dict[str, int]) -> None:
+    with pytest.raises(RolloutError, match="leave no room for a prompt and a completion: allow at least 2 tokens"):
+        small_engine(shared_model("qwen3"), **sizes)
 
 
 def test_a_prompt_that_does_not_fit_the_pool_is_told_how_much_is_missing() -> None:

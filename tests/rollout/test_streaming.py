@@ -134,14 +134,6 @@ def test_any_thread_may_submit_and_abort_while_one_steps() -> None:
         assert _idle(engine)
 
 
-def test_two_threads_do_not_step_at_once() -> None:
-    with small_engine(shared_model("qwen3")) as engine:
-        engine._core._step_lock.acquire()
-        with pytest.raises(RolloutError, match="another thread is stepping"):
-            engine.step()
-        engine._core._step_lock.release()
-
-
 # -- forks --------------------------------------------------------------------------------------------------------
 
 
