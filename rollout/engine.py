@@ -32,9 +32,9 @@ from rollout.torch_state import check_parameters, own_torch_state
 from rollout.types import Rollout, RolloutGroup
 from rollout.views import check_shared, identify, make_view, training_view
 from rollout.weights import WeightWatch, check_update
+from rollout_kernels.pace import warn_if_slow
 
 logger = logging.getLogger(__name__)
-from rollout_kernels.pace import warn_if_slow
 
 _BAR_DELAY = 5.0  # seconds before a progress bar shows
 
