@@ -13,6 +13,7 @@ from omegaconf import DictConfig
 
 from rollout import RolloutError
 from trainer.config import ConfigError, parse_config
+from trainer.writing import WriteError
 
 _HERE = Path(__file__).resolve().parent
 # shipped inside the package by a wheel, beside it in a checkout
@@ -43,6 +44,9 @@ def run_training(raw: DictConfig) -> None:
         again += [f"name={config.name}", f"run_dir={run.run_dir}", "resume=auto"]
         print(f"interrupted; go on with: python -m trainer {shlex.join(again)}", file=sys.stderr)
         raise SystemExit(130) from None
+    except WriteError as error:
+        print(f"error: {error}; what was on the disk before is whole", file=sys.stderr)
+        raise SystemExit(1) from error
     finally:
         run.close()
 

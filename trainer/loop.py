@@ -56,10 +56,10 @@ def train(run: Run) -> None:
             if _due(config.checkpoint.every, step + 1, config.steps):
                 with timer.phase("checkpoint"):
                     chosen = trajectory_keys(config)
-                    state = TrainerState(step + 1, chosen, torch.get_num_threads(), identity(engine.device))
-                    save_checkpoint(
-                        run.run_dir, state, engine.module, run.tokenizer, run.optimizer, config.checkpoint.keep
-                    )
+                    kernels = identity(engine.device)
+                    state = TrainerState(step + 1, chosen, torch.get_num_threads(), kernels, run.contents)
+                    keep = config.checkpoint.keep
+                    save_checkpoint(run.run_dir, state, engine.module, run.tokenizer, run.optimizer, keep, run.prompts)
     write_summary(run)
 
 
@@ -76,7 +76,12 @@ def _rollouts(run: Run, step: int) -> tuple[list[Row], list[RolloutGroup]]:
     keys = [place % 2**32 for place in range(first, first + len(rows))]
     with run.timer.phase("rollout"):
         groups = run.engine.generate_rollouts(
-            [row.prompt for row in rows], algorithm.group_size, run.sampling, step=step, keys=keys, on_error="return"
+            [row.engine_prompt for row in rows],
+            algorithm.group_size,
+            run.sampling,
+            step=step,
+            keys=keys,
+            on_error="return",
         )
     for place, group in zip(keys, groups, strict=True):
         if group.error is not None:

@@ -25,6 +25,13 @@ class Row:
     prompt: str | list[dict[str, Any]]
     answer: Any
     columns: dict[str, Any] = field(default_factory=dict)
+    prompt_ids: Sequence[int] | None = field(default=None, compare=False, repr=False)
+    """The prompt as the run rendered it, once."""
+
+    @property
+    def engine_prompt(self) -> str | list[dict[str, Any]] | list[int]:
+        """What the engine is given."""
+        return self.prompt if self.prompt_ids is None else list(self.prompt_ids)
 
 
 def uniforms(n: int, seed: int, purpose: int, epoch: int = 0) -> NDArray[np.float64]:
