@@ -1,13 +1,17 @@
 """The built-in tiny model: a Qwen3 shape of 2.4 million parameters and a byte tokenizer, made locally."""
 
+import logging
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from rollout.manifest import NAME, find_damage
 from rollout.torch_state import own_torch_state
 from rollout_kernels.cache import cache_directory
+
+logger = logging.getLogger(__name__)
 
 _SPECIAL_TOKENS = ["<pad>", "<eos>", "<|im_start|>", "<|im_end|>"]
 _CHAT_TEMPLATE = (
@@ -60,6 +64,11 @@ def build_tiny(seed: int) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast]:
 
 
 def warm_started_directory() -> Path | None:
-    """The newest warm-started tiny model that a training run left in the cache, or None."""
+    """The newest undamaged warm-started tiny model that a training run left in the cache, or None."""
     found = [path.parent for path in cache_directory().glob("warm_start/[!.]*/config.json")]
-    return max(found, key=lambda path: path.stat().st_mtime, default=None)
+    for path in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True):
+        damage = find_damage(path) if (path / NAME).is_file() else None
+        if damage is None:
+            return path
+        logger.warning("%s in the cache is damaged and not used: %s", path, damage)
+    return None

@@ -33,6 +33,7 @@ def run_training(raw: "DictConfig") -> None:
     from trainer.config import ConfigError, parse_config
     from trainer.loop import train
     from trainer.run import prepare
+    from trainer.writing import WriteError
 
     transformers.utils.logging.disable_progress_bar()
     try:
@@ -53,6 +54,9 @@ def run_training(raw: "DictConfig") -> None:
         status = stop.status if isinstance(stop, Interrupted) else 130
         print(f"interrupted; go on with: {_again(config, run)}", file=sys.stderr)
         raise SystemExit(status) from None
+    except WriteError as error:
+        print(f"error: {error}; what was on the disk before is whole", file=sys.stderr)
+        raise SystemExit(1) from error
     finally:
         if run is not None:
             run.close(status)

@@ -55,6 +55,7 @@ class TaskConfig:
     eval_path: str | None = _setting(None)
     eval_rows: int = _setting(256, at_least=0)
     finished_fraction: float = _setting(0.35, at_least=0, at_most=1)
+    chat_template_kwargs: dict[str, Any] = _setting({})
 
 
 @dataclass
@@ -125,6 +126,7 @@ class TrainerConfig:
     seed: int = _setting(0, at_least=0, at_most=2**32 - 1)
     steps: int = _setting(100, at_least=1, trajectory=False)
     resume: str | None = _setting(None, trajectory=False)
+    resume_changed: list[str] = _setting([], trajectory=False)  # noqa: RUF009  it is no default, but makes one
     model: ModelConfig = field(default_factory=ModelConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
@@ -254,7 +256,16 @@ def _check_ranges(node: Any, prefix: str) -> None:
             raise ConfigError(f"{key}={value!r}: must be at most {limits['at_most']}")
 
 
+CONTENTS = ("data", "reward", "model")
+"""What a run that goes on compares by contents, and may be told to take changed."""
+
+
 def _check_combinations(config: TrainerConfig) -> None:
+    for name in config.resume_changed:
+        if name not in CONTENTS:
+            raise ConfigError(f"resume_changed={name!r}: use {', '.join(CONTENTS)} in a list, as in [{CONTENTS[0]}]")
+    if config.resume_changed and config.resume is None:
+        raise ConfigError("resume_changed: is for a run that goes on; add resume=auto")
     if config.model.kind == "hf" and not config.model.path:
         raise ConfigError("model.path: model=hf needs a directory, as in model.path=DIR")
     if config.task.kind == "jsonl" and not config.task.path:

@@ -24,7 +24,7 @@ def evaluate(
     """
     greedy = replace(sampling, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, max_new_tokens=max_new_tokens)
     groups = engine.generate_rollouts(
-        [row.prompt for row in rows], 1, greedy, step=step, purpose=EVAL, on_error="return"
+        [row.engine_prompt for row in rows], 1, greedy, step=step, purpose=EVAL, on_error="return"
     )
     good = [(row, group) for row, group in zip(rows, groups, strict=True) if group.error is None]
     rewards = [group[0] for group in score(reward, [row for row, _ in good], [group for _, group in good])]

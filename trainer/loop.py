@@ -77,12 +77,14 @@ def _train_step(run: Run, step: int, progress: Progress) -> None:
 
 
 def _save(run: Run) -> None:
-    config, engine = run.config, run.engine
-    assert run.whole_step is not None
+    config, engine, step = run.config, run.engine, run.whole_step
+    assert step is not None
     with run.timer.phase("checkpoint"):
-        state = TrainerState(run.whole_step, trajectory_keys(config), torch.get_num_threads(), identity(engine.device))
-        save_checkpoint(run.run_dir, state, engine.module, run.tokenizer, run.optimizer, config.checkpoint.keep)
-    run.saved_step = run.whole_step
+        chosen, kernels = trajectory_keys(config), identity(engine.device)
+        state = TrainerState(step, chosen, torch.get_num_threads(), kernels, run.contents)
+        keep = config.checkpoint.keep
+        save_checkpoint(run.run_dir, state, engine.module, run.tokenizer, run.optimizer, keep, run.prompts)
+    run.saved_step = step
 
 
 def _due(every: int, step: int, last: int) -> bool:
@@ -98,7 +100,12 @@ def _rollouts(run: Run, step: int) -> tuple[list[Row], list[RolloutGroup]]:
     keys = [place % 2**32 for place in range(first, first + len(rows))]
     with run.timer.phase("rollout"):
         groups = run.engine.generate_rollouts(
-            [row.prompt for row in rows], algorithm.group_size, run.sampling, step=step, keys=keys, on_error="return"
+            [row.engine_prompt for row in rows],
+            algorithm.group_size,
+            run.sampling,
+            step=step,
+            keys=keys,
+            on_error="return",
         )
     for place, group in zip(keys, groups, strict=True):
         if group.error is not None:

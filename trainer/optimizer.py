@@ -1,12 +1,12 @@
 """AdamW on fp32 masters, written back into the working weights in place."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
-from trainer.config import OptimConfig
+from trainer.config import ConfigError, OptimConfig
 
 
 def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:
@@ -19,6 +19,21 @@ def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:
     if config.schedule == "cosine":
         return config.lr * 0.5 * (1.0 + math.cos(math.pi * done))
     return config.lr
+
+
+def check_tensors(expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
+    """Raises ConfigError unless both have the same names, with the same shapes and dtypes."""
+    for name in expected:
+        if name not in given:
+            raise ConfigError(f"{name} is missing")
+    for name, tensor in given.items():
+        if name not in expected:
+            raise ConfigError(f"{name} is no tensor of this model")
+        wanted = expected[name]
+        if tensor.shape != wanted.shape:
+            raise ConfigError(f"{name} has shape {tuple(tensor.shape)}, and not {tuple(wanted.shape)}")
+        if tensor.dtype != wanted.dtype:
+            raise ConfigError(f"{name} is {tensor.dtype}, and not {wanted.dtype}")
 
 
 class MasterAdamW:
@@ -112,16 +127,16 @@ class MasterAdamW:
                 tensors[f"master/{name}"] = master
         return tensors
 
+    def check_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raises ConfigError unless these are of the names, shapes and dtypes that state_tensors() gives."""
+        check_tensors(self.state_tensors(), tensors)
+
     @torch.no_grad()
-    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Restore what state_tensors() gave."""
-        for key, value in tensors.items():
-            kind, name = key.split("/", 1)
-            master = self.masters[name]
-            if kind == "master":
-                master.copy_(value)
-            else:
-                self._adamw.state[master][kind] = value.to(master.device, copy=True)
+    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Restore what state_tensors() gave, all or nothing; raises ConfigError as check_state_tensors() does."""
+        self.check_state_tensors(tensors)
+        for name, tensor in self.state_tensors().items():
+            tensor.copy_(tensors[name])
         self._write_back()
 
     def close(self) -> None:

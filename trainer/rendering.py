@@ -1,12 +1,20 @@
-"""A row's prompt as the engine takes it, with what the row has for its chat template."""
+"""Prompts are rendered once per run and kept: a chat template may print the date, and a run must not change with it."""
 
-from collections.abc import Mapping
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
 from rollout import ChatPrompt
-from rollout.prompts import Prompt
+from rollout.prompts import Prompt, encode_prompt
 from trainer.config import ConfigError
 from trainer.rows import Row
+from trainer.tasks import Task
 
 TOOLS, TEMPLATE_KWARGS = "tools", "chat_template_kwargs"
 """Fields of a row that go to its chat template, beside being columns for rewards."""
@@ -30,3 +38,45 @@ def prompt_of(row: Row, template_kwargs: Mapping[str, Any] | None = None) -> Pro
                 raise ConfigError(f"{name} are for a chat template, and this prompt is text: give messages")
         return row.prompt
     return ChatPrompt(row.prompt, tools, arguments)
+
+
+def render_rows(
+    rows: Sequence[Row],
+    tokenizer: PreTrainedTokenizerBase,
+    vocab_size: int,
+    kind: str,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> list[Row]:
+    """The rows with the ids of their prompts; ConfigError names a row that cannot be rendered. kind: train or eval."""
+    rendered = []
+    for i, row in enumerate(rows):
+        try:
+            ids = encode_prompt(prompt_of(row, template_kwargs), tokenizer, vocab_size)
+            rendered.append(replace(row, prompt_ids=array("i", ids)))
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"task: {kind} row {i}: {error}") from error
+    return rendered
+
+
+def kept_prompts(task: Task) -> dict[str, Tensor]:
+    """What a checkpoint keeps of a rendered task: per kind of rows all ids, one after the other, and the lengths."""
+    tensors = {}
+    for kind, rows in (("train", task.train_rows), ("eval", task.eval_rows)):
+        ids = array("i")
+        for row in rows:
+            ids.extend(row.prompt_ids or ())
+        tensors[f"{kind}/ids"] = torch.frombuffer(ids, dtype=torch.int32) if ids else torch.zeros(0, dtype=torch.int32)
+        tensors[f"{kind}/lengths"] = torch.tensor([len(row.prompt_ids or ()) for row in rows], dtype=torch.int32)
+    return tensors
+
+
+def restore_prompts(rows: Sequence[Row], kept: Mapping[str, Tensor], kind: str) -> list[Row]:
+    """The rows with the ids that were kept; ConfigError if they are of other rows."""
+    lengths = kept[f"{kind}/lengths"].tolist()
+    if len(lengths) != len(rows) or sum(lengths) != len(kept[f"{kind}/ids"]):
+        raise ConfigError(f"resume: prompts are kept of {len(lengths)} {kind} rows, and the task has {len(rows)}")
+    ids = array("i", kept[f"{kind}/ids"].numpy().tobytes())
+    ends = list(accumulate(lengths))
+    return [
+        replace(row, prompt_ids=ids[end - length : end]) for row, length, end in zip(rows, lengths, ends, strict=True)
+    ]

@@ -32,12 +32,19 @@ class Row:
     columns: dict[str, Any] = field(default_factory=dict)
     source: str = field(default="", compare=False, repr=False)
     """Where it was read, FILE:LINE, for messages; empty for one that was made."""
+    prompt_ids: Sequence[int] | None = field(default=None, compare=False, repr=False)
+    """The prompt as the run rendered it, once."""
 
     def name(self) -> str:
         """Its source and the beginning of its prompt, for messages."""
         prompt = self.prompt if isinstance(self.prompt, str) else json.dumps(self.prompt, ensure_ascii=False)
         shown = repr(prompt if len(prompt) <= _SHOWN else f"{prompt[:_SHOWN]}...")
         return f"{self.source} ({shown})" if self.source else shown
+
+    @property
+    def engine_prompt(self) -> str | list[dict[str, Any]] | list[int]:
+        """What the engine is given."""
+        return self.prompt if self.prompt_ids is None else list(self.prompt_ids)
 
 
 def uniforms(n: int, seed: int, purpose: int, epoch: int = 0) -> NDArray[np.float64]:

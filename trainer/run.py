@@ -2,34 +2,39 @@
 
 import dataclasses
 import logging
-import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from omegaconf import OmegaConf
+from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from rollout import RolloutEngine, RolloutError, SamplingParams
 from rollout.builtin import tiny_config, tiny_tokenizer
 from rollout.loading import check_directory, load_config, load_model, load_tokenizer, resolve_device
 from rollout.memory import sized_for
-from rollout.prompts import encode_prompt
+from rollout.model_files import find_directory
 from rollout.views import training_view
 from rollout_kernels.native import identity
 from trainer import checkpoint
 from trainer.config import ConfigError, TrainerConfig, sampling_params, trajectory_keys
+from trainer.digests import check_contents, model_contents, task_contents
 from trainer.limits import check_device, check_limits
 from trainer.memory import MemoryWatch, plan_memory, step_shape
 from trainer.optimizer import MasterAdamW
+from trainer.rendering import kept_prompts, render_rows, restore_prompts
 from trainer.rewards import check_reward, make_reward
-from trainer.rows import RowStream
+from trainer.rows import Row, RowStream
+from trainer.run_folder import RunFolder
 from trainer.tasks import RewardFunction, Task, make_task
 from trainer.tracking import MetricsFile, SafeTracker, make_tracker
 from trainer.warm_start import warm_started_tiny
+from trainer.writing import WriteError, writing
 
 logger = logging.getLogger(__name__)
 
@@ -57,10 +62,14 @@ class Run:
     """What train() works on."""
 
     config: TrainerConfig
-    run_dir: Path
+    folder: RunFolder
     task: Task
     reward: RewardFunction
     stream: RowStream
+    contents: dict[str, str]
+    """Digests of what the run depends on besides its keys."""
+    prompts: dict[str, Tensor]
+    """Ids of all rows' prompts, as a checkpoint keeps them."""
     sampling: SamplingParams
     engine: RolloutEngine
     tokenizer: PreTrainedTokenizerBase
@@ -79,6 +88,10 @@ class Run:
     saved_step: int | None = None
     """Steps in the last checkpoint that this process wrote."""
 
+    @property
+    def run_dir(self) -> Path:
+        return self.folder.path
+
     def close(self, exit_code: int = 0) -> None:
         """exit_code: what the process will end with; the dashboard is told if that is not 0."""
         self.optimizer.close()
@@ -87,16 +100,18 @@ class Run:
             self.tracker.fail(exit_code)
         else:
             self.tracker.finish()
+        self.folder.close()
 
 
 def _check_resume(config: TrainerConfig, run_dir: Path) -> tuple[Path | None, checkpoint.TrainerState | None]:
     """The checkpoint to go on from and its state, if there is one; refuses to run over another run."""
     found = checkpoint.find_checkpoint(config.resume, run_dir)
-    own = config.resume == "auto" or (found is not None and run_dir in found.absolute().parents)
-    if not own and (run_dir / "metrics.jsonl").exists():
+    own = config.resume == "auto" or (found is not None and run_dir.resolve() in found.resolve().parents)
+    if not own and ((run_dir / "metrics.jsonl").exists() or checkpoint.list_checkpoints(run_dir)):
         raise ConfigError(f"run_dir: {run_dir} holds a run already; go on with resume=auto, or give another name=")
     if found is None:
         return None, None
+    checkpoint.check_whole(found)
     state = checkpoint.read_state(found, trajectory_keys(config))
     if state.num_threads != torch.get_num_threads():
         logger.warning("the run began with %d threads and goes on with %d", state.num_threads, torch.get_num_threads())
@@ -107,19 +122,36 @@ def _check_resume(config: TrainerConfig, run_dir: Path) -> tuple[Path | None, ch
 
 
 def prepare(config: TrainerConfig) -> Run:
-    """Check, load, resume. Raises ConfigError or RolloutError for what the user can mend."""
-    run_dir = Path(config.run_dir).expanduser().absolute()
+    """Claim the folder, check, load, resume. Raises ConfigError or RolloutError for what the user can mend."""
+    folder = RunFolder(config.run_dir)
+    with ExitStack() as on_error:
+        on_error.callback(folder.close)
+        try:
+            run = _prepare(config, folder)
+        except WriteError as error:
+            raise ConfigError(f"run_dir: {error}") from error
+        on_error.pop_all()
+    return run
+
+
+def _prepare(config: TrainerConfig, folder: RunFolder) -> Run:
     device = check_device(config)
-    found, state = _check_resume(config, run_dir)
+    found, state = _check_resume(config, folder.path)
+    began = None if state is None else state.contents
     task = make_task(config.task, config.seed)
     reward = make_reward(config.reward, task)
     check_reward(reward, task)
+    contents = task_contents(config, task)
+    changed = check_contents(config, began, contents)
     timer = PhaseTimer()
 
     with timer.phase("load"):
-        model_config, tokenizer = _described(config)
-        lengths = _check_prompts(task, tokenizer)
-        check_limits(config, model_config, device, lengths["train"], lengths["eval"])
+        described, tokenizer = _described(config)
+        in_directory = _directory_contents(config, tokenizer)
+        changed |= check_contents(config, began, in_directory)
+        task = _rendered(config, task, tokenizer, described.vocab_size, found, changed)
+        lengths = {"train": _lengths(task.train_rows), "eval": _lengths(task.eval_rows)}
+        check_limits(config, described, device, lengths["train"], lengths["eval"])
         directory = _model_directory(config, task, timer)
         module = load_model(directory, config.rollout.dtype, device)
         _clean_generation_config(module)
@@ -129,21 +161,22 @@ def prepare(config: TrainerConfig) -> Run:
             module, tokenizer, sized_for(config.rollout, module, shape.num_sequences, shape.prompt + shape.new)
         )
     optimizer = MasterAdamW(module.named_parameters(), config.optim)
-    if found is not None and state is not None:
+    start = 0 if state is None else state.step
+    if found is not None:
         checkpoint.load_checkpoint(found, module, optimizer)
-        engine.policy_version = state.step
+        engine.policy_version = start
         logger.info("resumed from %s", found)
-    start = state.step if state is not None else 0
     ledger = plan_memory(config, engine, optimizer, reference, shape)
     logger.info("%s", ledger.render())
-    _prepare_directory(run_dir, found, start)
-    values = dataclasses.asdict(config)
-    OmegaConf.save(OmegaConf.create(values), run_dir / "config.yaml")
+    folder.set_metrics_aside(found, start)
+    values = _save_config(config, folder.path / "config.yaml")
     return Run(
         config=config,
-        run_dir=run_dir,
+        folder=folder,
         task=task,
         reward=reward,
+        contents=contents | in_directory,
+        prompts=kept_prompts(task),
         stream=RowStream(task.train_rows, config.seed),
         sampling=sampling_params(config),
         engine=engine,
@@ -153,24 +186,17 @@ def prepare(config: TrainerConfig) -> Run:
         optimizer=optimizer,
         start_step=start,
         memory=MemoryWatch(ledger, device),
-        metrics_file=MetricsFile(run_dir / "metrics.jsonl", start),
-        tracker=make_tracker(config.tracking, run_dir, config.name, values if start < config.steps else None),
+        metrics_file=MetricsFile(folder.path / "metrics.jsonl", start),
+        tracker=make_tracker(config.tracking, folder.path, config.name, values if start < config.steps else None),
         timer=timer,
     )
 
 
-def _prepare_directory(run_dir: Path, found: Path | None, start: int) -> None:
-    """Leave in run_dir what the run goes on from: metrics up to its start, and no later checkpoint."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    metrics = run_dir / "metrics.jsonl"
-    if found is None and metrics.exists():
-        kept = metrics.rename(run_dir / "metrics.before-restart.jsonl")
-        logger.warning("no checkpoint in %s: starting over; earlier metrics are in %s", run_dir, kept.name)
-    if found is not None:
-        source = found.absolute().parents[1] / "metrics.jsonl"
-        if source != metrics and source.is_file():
-            shutil.copy(source, metrics)
-        checkpoint.drop_later(run_dir, start)
+def _save_config(config: TrainerConfig, path: Path) -> dict[str, Any]:
+    values = dataclasses.asdict(config)
+    with writing(path):
+        OmegaConf.save(OmegaConf.create(values), path)
+    return values
 
 
 def _described(config: TrainerConfig) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
@@ -206,13 +232,35 @@ def _clean_generation_config(module: PreTrainedModel) -> None:
     module.generation_config = GenerationConfig(**{name: value for name, value in ids.items() if value is not None})
 
 
-def _check_prompts(task: Task, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[int]]:
-    """Render every prompt once, so that a bad row is named before training; tokens of each, by "train" and "eval"."""
-    lengths: dict[str, list[int]] = {"train": [], "eval": []}
-    for kind, rows in (("train", task.train_rows), ("eval", task.eval_rows)):
-        for i, row in enumerate(rows):
-            try:
-                lengths[kind].append(len(encode_prompt(row.prompt, tokenizer, len(tokenizer))))
-            except (ValueError, TypeError) as error:
-                raise ConfigError(f"task: {kind} row {i}: {error}") from error
-    return lengths
+def _directory_contents(config: TrainerConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """Digests of the model that a run begins with, where that is a directory of the user's."""
+    return {} if config.model.path is None else model_contents(find_directory(config.model.path), tokenizer)
+
+
+def _rendered(
+    config: TrainerConfig,
+    task: Task,
+    tokenizer: PreTrainedTokenizerBase,
+    vocab_size: int,
+    found: Path | None,
+    changed: set[str],
+) -> Task:
+    """The task with its prompts rendered, by the run's first process where a checkpoint has them."""
+    file = found / "prompts.safetensors" if found is not None else None
+    kept = checkpoint.read_tensors(file) if file is not None and file.is_file() else None
+
+    def rows(given: list[Row], kind: str, name: str) -> list[Row]:
+        if kept is None or changed & {name, "tokenizer", "chat template"}:
+            return render_rows(given, tokenizer, vocab_size, kind, config.task.chat_template_kwargs)
+        return restore_prompts(given, kept, kind)
+
+    return replace(
+        task,
+        train_rows=rows(task.train_rows, "train", "training data"),
+        eval_rows=rows(task.eval_rows, "eval", "held-out data"),
+    )
+
+
+def _lengths(rows: list[Row]) -> list[int]:
+    """Tokens of each row's prompt."""
+    return [len(row.prompt_ids or ()) for row in rows]

@@ -6,6 +6,7 @@ from typing import Any
 
 from trainer.run import Run
 from trainer.tracking import read_metrics
+from trainer.writing import writing
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,9 @@ def _mean(values: list[float]) -> float | None:
 
 def write_summary(run: Run) -> None:
     figures = summarise(run)
-    (run.run_dir / "summary.json").write_text(json.dumps(figures, indent=2) + "\n")
+    path = run.run_dir / "summary.json"
+    with writing(path):
+        path.write_text(json.dumps(figures, indent=2) + "\n")
 
     def show(value: Any) -> str:
         return f"{value:.4g}" if isinstance(value, float) else str(value)

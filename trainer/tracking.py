@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, cast
 
 from trainer.config import TrackingConfig
+from trainer.writing import writing
 
 logger = logging.getLogger(__name__)
 
@@ -100,12 +101,15 @@ class MetricsFile:
         self.path = path
         kept = [line for line in read_metrics(path) if line["step"] <= resume_step]
         partial = path.with_suffix(".tmp")
-        partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
-        partial.replace(path)
+        with writing(path):
+            partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
+            partial.replace(path)
 
     def append(self, metrics: Mapping[str, float]) -> None:
-        with self.path.open("a") as file:
+        with writing(self.path), self.path.open("a") as file:
             file.write(json.dumps(metrics) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:

@@ -3,6 +3,7 @@
 The result is cached by content: the key is a digest of the model's shape, the examples, the settings and versions.
 """
 
+import atexit
 import hashlib
 import json
 import logging
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rollout import SamplingParams
 from rollout.builtin import build_tiny, tiny_config
 from rollout.kv_cache import LayerGroup
+from rollout.manifest import find_damage, flush, flush_directory, write_manifest
 from rollout.packing import build_pack
 from rollout.prompts import encode_prompt
 from rollout.scoring import score_tokens
@@ -28,10 +30,11 @@ from trainer.config import ModelConfig, OptimConfig, TaskConfig
 from trainer.optimizer import MasterAdamW, learning_rate
 from trainer.rows import STYLE_PURPOSE, WARM_START_PURPOSE, Row, RowStream, uniforms
 from trainer.tasks import Task
+from trainer.writing import WriteError, writing
 
 logger = logging.getLogger(__name__)
 
-_FORMAT_VERSION = 1
+_FORMAT_VERSION = 2
 
 
 def warm_started_tiny(model: ModelConfig, task_config: TaskConfig, task: Task, seed: int) -> Path:
@@ -49,26 +52,86 @@ def warm_started_tiny(model: ModelConfig, task_config: TaskConfig, task: Task, s
     }
     digest = hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()[:16]
     imitates = task.worked_example is not None and model.warm_start_steps > 0
-    target = cache_directory() / ("warm_start" if imitates else "random") / digest
     if not imitates:
         logger.warning("no warm start: training begins with random weights, which may earn no reward to learn from")
-    if (target / "config.json").is_file():
+    target = _cached(("warm_start" if imitates else "random"), digest)
+    if target is not None and _is_whole(target):
         logger.info("model: taken from the cache, %s", target)
         return target
-    module, tokenizer = build_tiny(seed)
-    if imitates:
-        logger.info("warm start: %d steps of imitation on worked examples", model.warm_start_steps)
-        imitate(module, tokenizer, model, task, seed)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(dir=target.parent, prefix=".writing-"))
-    module.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
+    partial = _new_folder(target)
     try:
-        partial.rename(target)
-    except OSError:
-        if not (target / "config.json").is_file():
-            raise
-        shutil.rmtree(partial)  # another run of the same configuration was faster
+        module, tokenizer = build_tiny(seed)
+        if imitates:
+            logger.info("warm start: %d steps of imitation on worked examples", model.warm_start_steps)
+            imitate(module, tokenizer, model, task, seed)
+        return _store(module, tokenizer, partial, target)
+    except WriteError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        logger.warning("the model is made for this run only: %s", error)
+        return _store(module, tokenizer, _temporary_folder(), None)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _cached(kind: str, digest: str) -> Path | None:
+    try:
+        return cache_directory() / kind / digest
+    except RuntimeError:  # this user has no home directory
+        return None
+
+
+def _is_whole(target: Path) -> bool:
+    """Whether the cache holds it undamaged; says so if it is there and damaged."""
+    try:
+        damage = find_damage(target) if target.exists() else None
+    except OSError as error:
+        logger.warning("the cache cannot be read: %s", error)
+        return False
+    if damage is not None:
+        logger.warning("%s in the cache is damaged: %s; it is made anew", target, damage)
+    return damage is None and target.exists()
+
+
+def _new_folder(target: Path | None) -> Path:
+    """An empty folder beside `target`, or, with a warning, one for this process where the cache cannot be written."""
+    reason: object = "this user has no home directory"
+    if target is not None:
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            return Path(tempfile.mkdtemp(dir=target.parent, prefix=".writing-"))
+        except OSError as error:
+            reason = error
+    logger.warning("the model is made for this run only, since the cache cannot be written: %s", reason)
+    return _temporary_folder()
+
+
+def _temporary_folder() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="cowroll-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def _store(module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, partial: Path, target: Path | None) -> Path:
+    """Write the model into `partial`; where that lies beside `target`, move it there, in the place of a damaged one."""
+    with writing(partial):
+        module.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        write_manifest(partial)
+        flush(partial)
+        if target is None or partial.parent != target.parent:
+            return partial
+        if target.exists() and find_damage(target) is not None:
+            damaged = partial.with_name(partial.name.replace(".writing-", ".damaged-"))
+            target.rename(damaged)
+            shutil.rmtree(damaged, ignore_errors=True)
+        try:
+            partial.rename(target)
+        except OSError:
+            if not target.is_dir() or find_damage(target) is not None:
+                raise
+            shutil.rmtree(partial)  # another run of the same configuration was faster
+        flush_directory(target.parent)
     return target
 
 

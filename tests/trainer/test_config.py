@@ -264,3 +264,18 @@ def test_a_kl_term_over_part_of_the_vocabulary_is_refused() -> None:
 def test_sizes_of_the_engine_belong_to_the_trajectory_where_bits_depend_on_them() -> None:
     assert "rollout.num_blocks" not in trajectory_keys(_parse())
     assert "rollout.num_blocks" in trajectory_keys(_parse("rollout.exact=off"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["resume=auto", "resume_changed=[weights]"], r"^resume_changed='weights': use data, reward, model in a list"),
+        (["resume=auto", "resume_changed=[data,all]"], r"^resume_changed='all': use data"),
+        (["resume=auto", "resume_changed=data"], r"^resume_changed: "),
+        (["resume_changed=[data]"], r"^resume_changed: is for a run that goes on; add resume=auto"),
+    ],
+)
+def test_changes_that_a_resume_may_take(overrides: list[str], message: str) -> None:
+    assert _parse("resume=auto", "resume_changed=[data,model]").resume_changed == ["data", "model"]
+    with pytest.raises(ConfigError, match=message):
+        _parse(*overrides)

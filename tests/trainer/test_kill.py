@@ -2,14 +2,19 @@
 
 import json
 import os
+import random
+import re
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from rollout.manifest import find_damage
 from trainer.tracking import read_metrics
 
 STEPS = 6
@@ -47,13 +52,24 @@ def lengths(completion_ids):
 """
 
 
-def _run(folder: Path, *overrides: str, kill_at: str = "never:0") -> int:
+def _command(folder: Path, *overrides: str) -> list[str]:
     (folder / "reward.py").write_text(REWARD)
     command = [sys.executable, "-m", "trainer", "experiment=smoke", f"steps={STEPS}", "checkpoint.every=2", "name=kill"]
     command += ["eval.every=0", "reward=custom", f"reward.path={folder}/reward.py:lengths", f"run_dir={folder}/run"]
-    command += ["model.warm_start_steps=2", "optim.lr=1e-3", *overrides]
-    environment = os.environ | {"KILL_AT": kill_at, "TOKENS": str(folder / "tokens"), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, check=False).returncode
+    return [*command, "model.warm_start_steps=2", "optim.lr=1e-3", *overrides]
+
+
+def _environment(folder: Path, kill_at: str = "never:0") -> dict[str, str]:
+    return os.environ | {"KILL_AT": kill_at, "TOKENS": str(folder / "tokens"), "OMP_NUM_THREADS": "1"}
+
+
+def _done(folder: Path, *overrides: str, kill_at: str = "never:0") -> subprocess.CompletedProcess[str]:
+    command, environment = _command(folder, *overrides), _environment(folder, kill_at)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+def _run(folder: Path, *overrides: str, kill_at: str = "never:0") -> int:
+    return _done(folder, *overrides, kill_at=kill_at).returncode
 
 
 def _metrics(folder: Path) -> list[dict[str, float]]:
@@ -87,7 +103,188 @@ def test_killed_and_resumed(tmp_path: Path, uninterrupted: Path, kill_at: str, f
     assert [line["step"] for line in _metrics(tmp_path)] == list(range(1, STEPS + 1))
     expected = [json.loads(line) for line in (uninterrupted / "tokens").read_text().splitlines()]
     assert [json.loads(line) for line in (tmp_path / "tokens").read_text().splitlines()] == expected[first_again:]
+    _assert_equal_ends(tmp_path, uninterrupted)
+
+
+def _assert_equal_ends(folder: Path, uninterrupted: Path) -> None:
+    """Metrics, each step once, and the last checkpoint in every bit; nothing half-written lies about."""
+    assert _metrics(folder) == _metrics(uninterrupted)
     for name in ("model/model.safetensors", "optimizer.safetensors"):
-        ours, theirs = (load_file(f / "run/checkpoints/step-000006" / name) for f in (tmp_path, uninterrupted))
+        ours, theirs = (load_file(f / "run/checkpoints/step-000006" / name) for f in (folder, uninterrupted))
         assert ours.keys() == theirs.keys()
         assert all(ours[key].equal(theirs[key]) for key in ours)
+    assert {path.name for path in (folder / "run/checkpoints").iterdir()} == {"step-000004", "step-000006"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_killed_twice_at_random_moments(tmp_path: Path, uninterrupted: Path, seed: int) -> None:
+    moments = random.Random(seed)
+    for wanted in sorted(moments.sample(range(1, 6), 2)):
+        process = subprocess.Popen(
+            _command(tmp_path, "resume=auto"),
+            cwd=tmp_path,
+            env=_environment(tmp_path),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        with process:
+            assert process.stdout is not None
+            steps = (int(line[5]) for line in process.stdout if re.match(r"step \d/", line))
+            any(step >= wanted for step in steps)
+            time.sleep(moments.random() * 0.4)
+            process.kill()
+        assert process.returncode in (-signal.SIGKILL, 0)  # 0: it was faster
+    done = _done(tmp_path, "resume=auto")
+    assert done.returncode == 0, done.stderr
+    _assert_equal_ends(tmp_path, uninterrupted)
+
+
+def _other_shape(file: Path, choice: random.Random) -> None:
+    tensors = load_file(file)
+    name = choice.choice(sorted(tensors))
+    tensors[name] = tensors[name][:1].clone() if tensors[name].ndim else tensors[name].reshape(1, 1)
+    save_file(tensors, file)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_random_damage(tmp_path: Path, uninterrupted: Path, seed: int) -> None:
+    shutil.copytree(uninterrupted / "run", tmp_path / "run")
+    choice, root = random.Random(seed), tmp_path / "run/checkpoints"
+    kind = ("cut", "zeroed", "removed", "shape")[seed % 4]
+    pattern = "*.safetensors" if kind == "shape" else "*"
+    file = choice.choice(sorted(path for path in (root / "step-000006").rglob(pattern) if path.is_file()))
+    whole = file.read_bytes()
+    if kind == "shape":
+        _other_shape(file, choice)
+    elif kind == "removed":
+        file.unlink()
+    else:
+        file.write_bytes(whole[: choice.randrange(len(whole))] if kind == "cut" else bytes(len(whole)))
+    done = _done(tmp_path, "resume=auto")
+    name = file.relative_to(root / "step-000006")
+    if done.returncode == 0:
+        assert (name.name, kind) == ("trainer.json", "removed")
+    else:
+        assert done.returncode == 2
+        assert f"error: resume: {root}/step-000006 is damaged: {name} " in done.stderr
+        assert "Traceback" not in done.stderr
+        assert find_damage(root / "step-000004") is None
+        if seed:  # going on from the one before is the same whatever the damage was
+            return
+        shutil.move(root / "step-000006", tmp_path / "moved")
+        assert _run(tmp_path, "resume=auto") == 0
+    _assert_equal_ends(tmp_path, uninterrupted)
+
+
+AT_EVERY_OPERATION = """
+import json, os, shutil, sys
+from pathlib import Path
+import torch
+import tiny_models
+from rollout.manifest import find_damage
+from trainer import checkpoint
+from trainer.config import OptimConfig
+from trainer.optimizer import MasterAdamW
+from trainer.run_folder import RunFolder
+
+folder = Path(sys.argv[1])
+torch.set_num_threads(1)
+model, tokenizer = tiny_models.random_model("llama"), tiny_models.byte_tokenizer()
+optimizer = MasterAdamW(model.named_parameters(), OptimConfig())
+
+def save(run_dir, step, keep):
+    checkpoint.save_checkpoint(run_dir, checkpoint.TrainerState(step, {}, 1), model, tokenizer, optimizer, keep)
+
+for step in (2, 4, 6):
+    save(folder / "first", step, 3)
+(folder / "first" / checkpoint.METRICS_ASIDE).write_text("")
+
+def die_at(count):
+    seen = 0
+    def hook(event, arguments):
+        nonlocal seen
+        if event in ("os.mkdir", "os.rename", "shutil.rmtree", "os.rmdir"):
+            seen += 1
+            if seen == count:
+                os._exit(9)
+    sys.addaudithook(hook)
+
+def left_by(step, count):
+    run_dir = folder / f"{step}-{count}"
+    shutil.copytree(folder / "first", run_dir, copy_function=os.link)
+    child = os.fork()
+    if child == 0:
+        die_at(count)
+        save(run_dir, step, 2)
+        os._exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    RunFolder(str(run_dir)).close()
+    found = checkpoint.list_checkpoints(run_dir)
+    damages = [damage for damage in map(find_damage, found) if damage]
+    hidden = [path.name for path in run_dir.rglob(".*")]
+    print(json.dumps([step, status, [int(path.name[5:]) for path in found], damages + hidden]), flush=True)
+    shutil.rmtree(run_dir)
+    return status
+
+for step in (3, 4, 8):
+    count = 1
+    while left_by(step, count):
+        count += 1
+"""
+
+
+def test_killed_at_every_operation_of_a_save_there_is_a_whole_checkpoint(tmp_path: Path) -> None:
+    """2, 4 and 6 are there, and 2 are kept; the save is of a step between, of one again, and of the next."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", AT_EVERY_OPERATION, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    ends = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {len([end for end in ends if end[0] == step]) > 15 for step in (3, 4, 8)} == {True}
+    for step, _, left, wrong in ends:
+        assert wrong == []
+        assert left == [2, 4, 6] or step in left
+    assert [(step, left) for step, status, left, _ in ends if status == 0] == [(3, [2, 3]), (4, [2, 4]), (8, [6, 8])]
+
+
+def test_second_process_is_refused_while_the_first_lives(tmp_path: Path) -> None:
+    command = _command(tmp_path, "resume=auto", "steps=1000", "checkpoint.every=1")
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=_environment(tmp_path), stdout=subprocess.PIPE, text=True
+    ) as first:
+        assert first.stdout is not None
+        next(line for line in first.stdout if line.startswith("step 1/"))
+        second = _done(tmp_path, "resume=auto", "steps=1000", "checkpoint.every=1")
+        assert (second.returncode, "Traceback" in second.stderr) == (2, False)
+        assert f"error: run_dir: {tmp_path}/run is in use by process {first.pid} on " in second.stderr
+        first.kill()
+    steps = [line["step"] for line in read_metrics(tmp_path / "run/metrics.jsonl")]
+    assert steps == list(range(1, len(steps) + 1))
+    third = _done(tmp_path, "resume=auto", f"steps={len(steps) + 1}", "checkpoint.every=1")
+    assert third.returncode == 0, third.stderr
+
+
+def test_full_disk_ends_with_1_and_without_a_traceback(tmp_path: Path, uninterrupted: Path) -> None:
+    shutil.copytree(uninterrupted / "run", tmp_path / "run")
+    shutil.rmtree(tmp_path / "run/checkpoints/step-000006")
+    environment = _environment(tmp_path)
+    limited = ["bash", "-c", 'ulimit -f 5000; exec "$@"', "limited", *_command(tmp_path, "resume=auto")]
+    done = subprocess.run(limited, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, "Traceback" in done.stderr) == (1, False), done.stderr
+    assert f"error: {tmp_path}/run/checkpoints/step-000006 could not be written: " in done.stderr
+    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step-000004"]
+    assert _run(tmp_path, "resume=auto") == 0
+    _assert_equal_ends(tmp_path, uninterrupted)
+
+
+def test_place_that_cannot_be_written_ends_with_2_before_any_work(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    environment = _environment(tmp_path) | {"COWROLL_CACHE": str(tmp_path / "cache")}
+    command = _command(tmp_path, f"run_dir={tmp_path}/file/run")
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    reason = "cannot be made and written to: Not a directory"
+    assert done.stderr == f"error: run_dir: {tmp_path}/file/run {reason}\n"
+    assert not (tmp_path / "cache").exists()

@@ -1,6 +1,11 @@
 """Whole runs in small: the loop's promises, on the real engine."""
 
 import json
+import random
+import resource
+import shutil
+from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +14,18 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import chat_template_utils
 
 import tiny_models
 from rollout import RolloutError, generate_rollouts
 from rollout_kernels import native
+from trainer import checkpoint
 from trainer.__main__ import CONFIG_DIRECTORY
 from trainer.config import ConfigError, TrainerConfig, parse_config
 from trainer.loop import train
 from trainer.run import Run, prepare
 from trainer.tracking import read_metrics
+from trainer.writing import WriteError
 
 CHANGING = ("timing_s/", "memory/")
 
@@ -240,13 +248,23 @@ def test_a_resume_on_other_kernels_or_threads_says_so(
     assert told == [f"the run began with {what}" for what in expected][: 1 if began == "torch" else 2]
 
 
-def test_resuming_from_an_earlier_checkpoint_drops_the_later_ones(tmp_path: Path) -> None:
-    run_once(tmp_path, "steps=6", "checkpoint.every=2", "checkpoint.keep=9")
-    first = tmp_path / "checkpoints/step-000002"
-    run = prepare(configure(tmp_path, "steps=6", "checkpoint.every=2", f"resume={first}"))
+def test_resuming_from_an_earlier_checkpoint_drops_the_later_ones_when_the_first_new_one_is_there(
+    tmp_path: Path,
+) -> None:
+    options = ["steps=6", "checkpoint.every=2", "checkpoint.keep=9", "eval.every=0"]
+    before = metrics_of(run_once(tmp_path, *options))
+    names, first = [f"step-{step:06d}" for step in (2, 4, 6)], tmp_path / "checkpoints/step-000002"
+    run = prepare(configure(tmp_path, *options, f"resume={first}"))
     run.close()
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000002"]
-    assert [line["step"] for line in metrics_of(run)] == [0, 1, 2]
+    assert [path.name for path in checkpoint.list_checkpoints(tmp_path)] == names
+    assert [line["step"] for line in metrics_of(run)] == [1, 2]
+    # as if killed before step 3: nothing of the first time is lost
+    assert metrics_of(run_once(tmp_path, *options, "resume=auto")) == before
+    options[1] = "checkpoint.every=3"
+    first_new = run_once(tmp_path, *options[1:], "steps=3", f"resume={first}")
+    assert [path.name for path in checkpoint.list_checkpoints(tmp_path)] == [names[0], "step-000003"]
+    assert metrics_of(first_new) == before[:3]
+    assert not (tmp_path / checkpoint.METRICS_ASIDE).exists()
 
 
 def test_another_runs_checkpoint_brings_its_metrics_along(tmp_path: Path) -> None:
@@ -291,3 +309,203 @@ def test_a_difference_after_all_is_refused_or_recomputed(
     assert ratios[0] > 1.1
     assert ratios[1:] == [1.0, 1.0]
     assert not run.engine.exact
+
+
+# -- damage, and what changed between a run and its resume ----------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def half(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """A run of 4 steps with checkpoints at 2 and 4, and its overrides."""
+    folder = tmp_path_factory.mktemp("half")
+    model = tiny_models.random_model("qwen3", vocab_size=tiny_models.TEXT_VOCAB, eos_token_id=tiny_models.EOS)
+    overrides = hf_overrides(folder, model, write_rows(folder / "rows.jsonl"))
+    overrides += ["task.eval_rows=2", "checkpoint.every=2"]
+    run_once(folder / "run", *overrides, "steps=4")
+    return folder, overrides
+
+
+@pytest.fixture
+def changed(half: tuple[Path, list[str]], tmp_path: Path) -> tuple[Path, list[str]]:
+    """A copy of it whose files a test may change."""
+    folder, overrides = half
+    shutil.copytree(folder, tmp_path / "copy")
+    return tmp_path / "copy", [override.replace(str(folder), str(tmp_path / "copy")) for override in overrides]
+
+
+def _go_on(folder: Path, overrides: list[str], *more: str) -> Run:
+    return run_once(folder / "run", *overrides, "steps=6", "resume=auto", *more)
+
+
+def _prepared(folder: Path, overrides: list[str], *more: str) -> int:
+    """The step that a resume would go on from."""
+    run = prepare(configure(folder / "run", *overrides, "steps=6", "resume=auto", *more))
+    run.close()
+    return run.start_step
+
+
+def test_copies_beside_the_checkpoints_are_left_alone(changed: tuple[Path, list[str]]) -> None:
+    folder, overrides = changed
+    root = folder / "run/checkpoints"
+    for name in ("step-000004-backup", "step-best", "step-000009.old"):
+        shutil.copytree(root / "step-000004", root / name)
+    assert _go_on(folder, overrides, "checkpoint.keep=1").start_step == 4
+    kept = {"step-000004-backup", "step-best", "step-000009.old", "step-000006"}
+    assert {path.name for path in root.iterdir()} == kept
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_random_damage_is_refused_by_name_or_does_no_harm(changed: tuple[Path, list[str]], seed: int) -> None:
+    folder, overrides = changed
+    last, harm = folder / "run/checkpoints/step-000004", random.Random(seed)
+    file = harm.choice(sorted(path for path in last.rglob("*") if path.is_file()))
+    data = file.read_bytes()
+    if seed % 3:
+        file.write_bytes(data[: harm.randrange(len(data))] if seed % 3 == 1 else bytes(len(data)))
+    else:
+        file.unlink()
+    if file.name == "trainer.json" and not file.exists():
+        assert _prepared(folder, overrides) == 2
+    else:
+        with pytest.raises(
+            ConfigError, match=rf"^resume: {last} is damaged: {file.relative_to(last)} .*from step-000002"
+        ):
+            _prepared(folder, overrides)
+    assert {path.name for path in last.parent.iterdir()} == {"step-000002", "step-000004"}
+    shutil.rmtree(last)
+    assert _prepared(folder, overrides) == 2
+
+
+def _edit(file: Path, old: str, new: str) -> None:
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+
+
+def _other_weights(folder: Path) -> None:
+    model = tiny_models.random_model("qwen3", seed=9, vocab_size=tiny_models.TEXT_VOCAB, eos_token_id=tiny_models.EOS)
+    model.save_pretrained(folder / "model")
+
+
+CHANGES: dict[str, tuple[Callable[[Path], None], str, str]] = {
+    "an answer": (lambda f: _edit(f / "rows.jsonl", '"answer": "7"', '"answer": "8"'), "task.path", "data"),
+    "a column": (lambda f: _edit(f / "rows.jsonl", '"id": 3}', '"id": 33}'), "task.path", "data"),
+    "a row more": (lambda f: write_rows(f / "rows.jsonl", 13) and None, "task.path", "data"),
+    "reward": (lambda f: _edit(f / "reward.py", "float(-", "float(+"), "reward.path", "reward"),
+    "weights": (_other_weights, "model.path", "model"),
+    "config": (lambda f: _edit(f / "model/config.json", '"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'), "", "model"),
+    "template": (lambda f: _edit(f / "model/chat_template.jinja", "A:", "B:"), "model.path: the chat", "model"),
+    "tokenizer": (lambda f: _edit(f / "model/tokenizer.json", '"normalizer": null', '"normalizer": {"type": "NFC"}'),
+                  "model.path: the tok", "model"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changed_contents_are_refused_by_name_and_allowed_on_request(
+    changed: tuple[Path, list[str]], change: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, overrides = changed
+    make, named, group = CHANGES[change]
+    make(folder)
+    with pytest.raises(ConfigError, match=rf"^{named}.* has changed since the run began; .*resume_changed=\[{group}\]"):
+        _prepared(folder, overrides)
+    other = "reward" if group != "reward" else "data"
+    with pytest.raises(ConfigError, match=rf"resume_changed=\[{other},{group}\]"):
+        _prepared(folder, overrides, f"resume_changed=[{other}]")
+    assert _prepared(folder, overrides, f"resume_changed=[{group}]") == 4
+    assert "has changed since the run began, as resume_changed allows" in caplog.text
+
+
+def test_what_was_allowed_once_is_what_later_resumes_are_held_to(changed: tuple[Path, list[str]]) -> None:
+    folder, overrides = changed
+    write_rows(folder / "rows.jsonl", 14, level=1)
+    run = _go_on(folder, overrides, "resume_changed=[data]")
+    assert [line["step"] for line in metrics_of(run) if "reward" in line] == [1, 2, 3, 4, 5, 6]
+    assert _prepared(folder, overrides) == 6
+    write_rows(folder / "rows.jsonl")
+    with pytest.raises(ConfigError, match=r"^task\.path: the (training|held-out) data has changed"):
+        _prepared(folder, overrides)
+
+
+def test_the_same_contents_in_another_place_are_no_change(changed: tuple[Path, list[str]]) -> None:
+    folder, overrides = changed
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    spelled = "\n\n".join(json.dumps(dict(reversed(row.items())), indent=None, separators=(" ,", ": ")) for row in rows)
+    (folder / "moved.jsonl").write_text(spelled)
+    (folder / "model").rename(folder / "renamed")
+    moved = [f"task.path={folder / 'moved.jsonl'}", f"model.path={folder / 'renamed'}"]
+    assert _prepared(folder, overrides, *moved) == 4
+
+
+def test_a_helper_that_the_reward_imports_belongs_to_it(
+    changed: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, overrides = changed
+    monkeypatch.syspath_prepend(str(folder))
+    (folder / "reward.py").write_text("from helper_of_a_reward import early\n")
+    (folder / "helper_of_a_reward.py").write_text(
+        "def early(completions):\n    return [float(len(t)) for t in completions]\n"
+    )
+    _go_on(folder, overrides, "resume_changed=[reward]")
+    with (folder / "helper_of_a_reward.py").open("a") as file:
+        file.write("\n# another\n")
+    with pytest.raises(ConfigError, match=r"^reward\.path: the reward has changed"):
+        _prepared(folder, overrides)
+
+
+DATED = "{{ strftime_now('%d %b %Y') }} " + tiny_models.CHAT_TEMPLATE
+
+
+def test_a_template_that_prints_the_date_gives_a_run_the_same_prompts_on_every_day(
+    tmp_path: Path, text_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    messages = [[{"role": "user", "content": f"{i}+1="}] for i in range(8)]
+    rows.write_text("".join(json.dumps({"prompt": prompt, "answer": "x"}) + "\n" for prompt in messages))
+    overrides = [*hf_overrides(tmp_path, text_model, rows), "checkpoint.every=2", "task.eval_rows=2", "eval.every=1"]
+    tiny_models.byte_tokenizer(chat_template=DATED).save_pretrained(tmp_path / "model")
+
+    class Tomorrow(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> datetime:
+            return datetime(2030, 12, 31, tzinfo=tz)
+
+    whole = run_once(tmp_path / "whole", *overrides, "steps=4")
+    run_once(tmp_path / "parts", *overrides, "steps=2")
+    monkeypatch.setattr(chat_template_utils, "datetime", Tomorrow)
+    on_another_day = run_once(tmp_path / "parts", *overrides, "steps=4", "resume=auto")
+    assert [r.prompt_ids for r in on_another_day.task.train_rows] == [r.prompt_ids for r in whole.task.train_rows]
+    assert metrics_of(on_another_day)[3:] == metrics_of(whole)[3:]
+    assert all(torch.equal(a, b) for a, b in zip(weights_of(on_another_day), weights_of(whole), strict=True))
+    fresh = run_once(tmp_path / "fresh", *overrides, "steps=1")
+    assert [r.prompt_ids for r in fresh.task.train_rows] != [r.prompt_ids for r in whole.task.train_rows]
+
+
+@pytest.mark.parametrize("missing", ["metrics.jsonl", "checkpoints"])
+def test_a_folder_with_half_of_a_run_is_not_taken_for_a_new_one(changed: tuple[Path, list[str]], missing: str) -> None:
+    folder, overrides = changed
+    path = folder / "run" / missing
+    path.rename(folder / "elsewhere")
+    with pytest.raises(ConfigError, match=r"^run_dir: .* holds a run already"):
+        run_once(folder / "run", *overrides, "steps=6")
+
+
+def test_a_full_disk_ends_a_run_that_then_goes_on_as_if_nothing_had_been(changed: tuple[Path, list[str]]) -> None:
+    folder, overrides = changed
+    whole = run_once(folder / "whole", *overrides, "steps=8")
+    limit = (folder / "run/checkpoints/step-000004/optimizer.safetensors").stat().st_size - 1
+    run = prepare(configure(folder / "run", *overrides, "steps=8", "resume=auto"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        with pytest.raises(WriteError, match=r"step-000006 could not be written: .*File too large"):
+            train(run)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        run.close()
+    assert {path.name for path in (folder / "run/checkpoints").iterdir()} == {"step-000002", "step-000004"}
+    with (folder / "run/metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "rewa')  # as the disk may leave a line
+    resumed = run_once(folder / "run", *overrides, "steps=8", "resume=auto")
+    assert all(torch.equal(a, b) for a, b in zip(weights_of(resumed), weights_of(whole), strict=True))
+    assert [line["step"] for line in metrics_of(resumed)] == [line["step"] for line in metrics_of(whole)]

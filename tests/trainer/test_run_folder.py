@@ -1,0 +1,169 @@
+"""A run's folder belongs to one living process, and is found unusable before any work."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainer import checkpoint
+from trainer.config import ConfigError
+from trainer.run_folder import RunFolder
+
+HOLDER = """
+import os, subprocess, sys, time
+from trainer.run_folder import RunFolder
+folder = RunFolder(sys.argv[1])
+child = {children}
+print(child, flush=True)
+time.sleep(600)
+"""
+FORK = "os.fork() or time.sleep(600)"
+SPAWN = "subprocess.Popen(['sleep', '600'], close_fds=False).pid"
+
+
+def _holder(folder: Path, children: str = "0") -> tuple[subprocess.Popen[str], int]:
+    """A process that holds the folder, and the pid of its child."""
+    code = HOLDER.format(children=children)
+    process = subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return process, int(process.stdout.readline())
+
+
+@pytest.mark.parametrize("children", ["0", FORK, SPAWN], ids=["alone", "forked", "spawned"])
+def test_lock_is_held_by_the_living_and_not_by_the_dead_or_their_children(tmp_path: Path, children: str) -> None:
+    process, child = _holder(tmp_path / "run", children)
+    with process:
+        try:
+            with pytest.raises(ConfigError, match=rf"run_dir: .*run is in use by process {process.pid} on "):
+                RunFolder(str(tmp_path / "run"))
+        finally:
+            process.kill()
+            process.wait()
+        RunFolder(str(tmp_path / "run")).close()
+        if child:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_lock_holds_within_a_process_too_and_close_gives_it_back(tmp_path: Path) -> None:
+    first = RunFolder(str(tmp_path))
+    with pytest.raises(ConfigError, match=f"in use by process {os.getpid()}"):
+        RunFolder(str(tmp_path))
+    first.close()
+    first.close()
+    second = RunFolder(str(tmp_path))
+    first.close()  # takes nothing from the second
+    with pytest.raises(ConfigError, match="in use"):
+        RunFolder(str(tmp_path))
+    second.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("run_dir", "reason"),
+    [
+        ("file/run", "Not a directory"),
+        ("file/a/b/run", "Not a directory"),
+        ("file", "exists"),
+        ("x" * 300, "File name too long"),
+        ("new/" + "x" * 300, "File name too long"),
+        ("/proc/run", "No such file"),
+        ("/sys/run", ""),
+        ("a\0b", "null"),
+        ("~nosuchuser/run", "home directory"),
+        ("dangling", "exists"),
+    ],
+)
+def test_folder_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_dir: str, reason: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("mine")
+    Path("dangling").symlink_to("nowhere")
+    with pytest.raises(ConfigError, match=rf"^run_dir: .* cannot be made and written to: .*{reason}"):
+        RunFolder(run_dir)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dangling", "file"]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.yaml", "summary.json", ".lock"])
+def test_folder_in_the_place_of_a_file(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    with pytest.raises(ConfigError, match=r"^run_dir: .*(is a folder|Is a directory)"):
+        RunFolder(str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_file_in_the_place_of_the_checkpoints(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("")
+    with pytest.raises(ConfigError, match=r"^run_dir: .*checkpoints is a file"):
+        RunFolder(str(tmp_path))
+
+
+def test_only_what_was_made_and_stayed_empty_is_removed_again(tmp_path: Path) -> None:
+    (tmp_path / "before").mkdir()
+    RunFolder(str(tmp_path / "before/a/b")).close()
+    assert list((tmp_path / "before").iterdir()) == []
+    folder = RunFolder(str(tmp_path / "before/a/b"))
+    (folder.path / "summary.json").write_text("")
+    folder.close()
+    assert [path.name for path in folder.path.iterdir()] == ["summary.json"]
+
+
+def test_what_a_dead_process_left_half_done_is_finished(tmp_path: Path) -> None:
+    root = checkpoint.checkpoint_root(tmp_path)
+    names = (".writing-000004", ".dropped-000001", ".replaced-000003", "step-000003", ".replaced-000002", ".mine")
+    for name in (*names, "step-best"):
+        (root / name).mkdir(parents=True)
+        (root / name / "trainer.json").write_text(name)
+    RunFolder(str(tmp_path)).close()
+    left = {path.name: (path / "trainer.json").read_text() for path in root.iterdir()}
+    kept = {name: name for name in ("step-000003", ".mine", "step-best")}
+    assert left == kept | {"step-000002": ".replaced-000002"}
+
+
+def _lines(*steps: int) -> str:
+    return "".join(f'{{"step": {step}}}\n' for step in steps)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "aside", "start", "begins", "kept"),
+    [
+        (_lines(0, 1, 2, 3), None, 2, (0, 1, 2, 3), _lines(0, 1, 2, 3)),  # step 3 was in no checkpoint
+        (_lines(0, 1, 2), None, 2, (0, 1, 2), None),
+        (_lines(0, 1, 2) + '{"step": 3, "rew', None, 2, (0, 1, 2), None),
+        # went back to 2 of 6 and was killed at 4: step 6 is still there
+        (_lines(0, 1, 2, 3, 4), _lines(0, 1, 2, 3, 4, 5, 6), 6, (0, 1, 2, 3, 4, 5, 6), _lines(0, 1, 2, 3, 4, 5, 6)),
+        (_lines(0, 1, 2, 3, 4), _lines(0, 1, 2, 3, 4, 5, 6), 2, (0, 1, 2, 3, 4), _lines(0, 1, 2, 3, 4, 5, 6)),
+    ],
+)
+def test_metrics_past_the_checkpoint_are_kept_aside(
+    tmp_path: Path, metrics: str, aside: str | None, start: int, begins: tuple[int, ...], kept: str | None
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text(metrics)
+    path = tmp_path / checkpoint.METRICS_ASIDE
+    if aside is not None:
+        path.write_text(aside)
+    folder = RunFolder(str(tmp_path))
+    folder.set_metrics_aside(tmp_path / f"checkpoints/step-{start:06d}", start)
+    assert (tmp_path / "metrics.jsonl").read_text().startswith(_lines(*begins))
+    assert (path.read_text() if path.exists() else None) == kept
+    folder.close()
+
+
+def test_starting_over_twice_keeps_both_earlier_metrics(tmp_path: Path) -> None:
+    folder = RunFolder(str(tmp_path))
+    for steps in ((0, 1, 2), (0, 1)):
+        (tmp_path / "metrics.jsonl").write_text(_lines(*steps))
+        folder.set_metrics_aside(None, 0)
+    folder.close()
+    names = ("metrics.before-restart.jsonl", "metrics.before-restart-2.jsonl")
+    assert [(tmp_path / name).read_text() for name in names] == [_lines(0, 1, 2), _lines(0, 1)]
+
+
+@pytest.mark.parametrize("damage", [b"{\n", b"\xff\xfe\n", b"[1]\n", b'{"reward": 1}\n'])
+def test_damaged_metrics_are_named(tmp_path: Path, damage: bytes) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(damage)
+    folder = RunFolder(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"^run_dir: .*metrics.jsonl is damaged"):
+        folder.set_metrics_aside(tmp_path / "checkpoints/step-000001", 1)
+    folder.close()
