@@ -157,14 +157,10 @@ class RolloutEngine:
         return Call(self._core, requests)
 
     def _warn_of_short_pool(self, requests: Seq[Request]) -> None:
-        missing = 0 if self._warned else self._limits.missing_blocks(requests)
-        if missing:
+        shortage = None if self._warned else self._limits.shortage(requests)
+        if shortage is not None:
             self._warned = True
-            logger.warning(
-                "num_blocks=%d of %d tokens cannot hold a prompt and its max_new_tokens, so that completions end at the"
-                ' pool\'s length, with "length": set num_blocks to %d, or lower max_new_tokens',
-                *(self._limits.num_blocks, self._limits.block_size, self._limits.num_blocks + missing),
-            )
+            logger.warning("%s", shortage)
 
     def submit(
         self,

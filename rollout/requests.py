@@ -50,10 +50,17 @@ class Limits:
         """Longest sequence in tokens, by the model and by the pool."""
         return min(self.max_model_len, self.num_blocks * self.block_size)
 
-    def missing_blocks(self, requests: Iterable[Request]) -> int:
-        """Blocks that the pool would have to have beside its own for every request to reach its max_new_tokens."""
+    def shortage(self, requests: Iterable[Request]) -> str | None:
+        """What is wrong if some request cannot reach its max_new_tokens for want of blocks."""
         longest = max((r.num_prompt_tokens + r.sampling.max_new_tokens for r in requests), default=0)
-        return max(0, -(-min(longest, self.max_model_len) // self.block_size) - self.num_blocks)
+        needed = -(-min(longest, self.max_model_len) // self.block_size)
+        if needed <= self.num_blocks:
+            return None
+        return (
+            f"num_blocks={self.num_blocks} of {self.block_size} tokens cannot hold a prompt and its max_new_tokens, so"
+            f' that completions end at the pool\'s length, with "length": set num_blocks to {needed}, or lower'
+            " max_new_tokens"
+        )
 
     def check(self, prompt_ids: list[int]) -> None:
         """Raise if the prompt leaves no room for a completion."""

@@ -55,7 +55,7 @@ class TaskConfig:
     eval_path: str | None = _setting(None)
     eval_rows: int = _setting(256, at_least=0)
     finished_fraction: float = _setting(0.35, at_least=0, at_most=1)
-    chat_template_kwargs: dict[str, Any] = _setting({})
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass

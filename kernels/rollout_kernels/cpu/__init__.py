@@ -1,0 +1,1 @@
+"""The compiled CPU kernels: C++ sources, their build and their bindings."""
