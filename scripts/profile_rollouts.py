@@ -26,11 +26,13 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # read by torch: two lines per 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+import bench_kernels
 from bench_report import Workload, machine, make_parser, open_engine, read_workload, settings, write_json
 from rollout import RolloutEngine, fusions, model_runner, views
 from rollout.kv_cache import KVCache
 from rollout.scheduled import ScheduledBatch
 from rollout.scheduler import Scheduler
+from rollout_kernels import native
 
 TRIES = 5
 STEP, UNCOUNTED = "step", "uncounted"
@@ -71,9 +73,11 @@ def memory_bandwidth(megabytes: int) -> float:
 
 
 def matrix_rate(size: int, dtype: torch.dtype) -> float:
-    """Flops per second of a square product."""
-    a = torch.randn(size, size).to(dtype)
-    return 2 * size**3 / _best_seconds(lambda: a @ a)
+    """Flops per second: multiply-adds in registers, or a square product of torch's without compiled kernels."""
+    if native.supports(torch.device("cpu"), dtype):
+        return 1e9 * bench_kernels.matrix_rate(dtype, TRIES)
+    a, b = (torch.randn(size, size).to(dtype) for _ in range(2))
+    return 2.0 * size**3 / _best_seconds(lambda: a @ b)
 
 
 # -- what a step has to do ----------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
+import bench_kernels
 import bench_report
 import bench_rollouts
 import bench_step
@@ -21,6 +22,7 @@ import profile_rollouts
 import tiny_models
 from bench_report import Workload
 from rollout import Rollout, RolloutGroup
+from rollout_kernels import native
 from trainer.config import AlgorithmConfig, OptimConfig
 from trainer.optimizer import MasterAdamW
 
@@ -284,3 +286,19 @@ def test_operations_are_told_apart_by_what_they_happen_in() -> None:
     assert category(["aten::index_select", "aten::embedding"]) == "elementwise"
     assert category(["scheduler"]) == "scheduler"
     assert category([]) == "host"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_kernels_are_compared_with_operations_that_compute_the_same(dtype: torch.dtype) -> None:
+    if native.compiled() is None:
+        pytest.skip("no compiled kernels here")
+    cases = (bench_kernels.linear_cases, bench_kernels.attention_cases, bench_kernels.row_cases)
+    for case in (case for make in cases for case in make(dtype) if not case.name.startswith("write_rows")):
+        ours, torchs = case.native(), case.torch()
+        if isinstance(ours, tuple):  # attention, with its log-sum-exp
+            ours, torchs = ours[0], torchs[0]  # type: ignore[index]
+        assert isinstance(ours, torch.Tensor)
+        assert isinstance(torchs, torch.Tensor)
+        error = (ours.double() - torchs.double()).norm() / torchs.double().norm()
+        assert error < (2e-6 if dtype == torch.float32 else 1e-2), case.name
+        assert case.flops or case.num_bytes
