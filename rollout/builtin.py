@@ -7,7 +7,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from rollout.manifest import NAME, find_damage
+from rollout.manifest import find_damage
 from rollout.torch_state import own_torch_state
 from rollout_kernels.cache import cache_directory
 
@@ -67,7 +67,7 @@ def warm_started_directory() -> Path | None:
     """The newest undamaged warm-started tiny model that a training run left in the cache, or None."""
     found = [path.parent for path in cache_directory().glob("warm_start/[!.]*/config.json")]
     for path in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True):
-        damage = find_damage(path) if (path / NAME).is_file() else None
+        damage = find_damage(path)
         if damage is None:
             return path
         logger.warning("%s in the cache is damaged and not used: %s", path, damage)

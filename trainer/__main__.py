@@ -7,7 +7,7 @@ its number (130 interrupt, 143 termination). What takes time to import is import
 import logging
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,7 +52,8 @@ def run_training(raw: "DictConfig") -> None:
         raise _refused(error) from error
     except KeyboardInterrupt as stop:
         status = stop.status if isinstance(stop, Interrupted) else 130
-        print(f"interrupted; go on with: {_again(config, run)}", file=sys.stderr)
+        with suppress(OSError):  # a signal to the group may have ended who reads it
+            print(f"interrupted; go on with: {_again(config, run)}", file=sys.stderr)
         raise SystemExit(status) from None
     except WriteError as error:
         print(f"error: {error}; what was on the disk before is whole", file=sys.stderr)

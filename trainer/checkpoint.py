@@ -197,8 +197,9 @@ def check_whole(checkpoint: Path) -> None:
 
 
 def _damaged(checkpoint: Path, damage: str) -> ConfigError:
-    earlier = [path.name for path in list_checkpoints(checkpoint.resolve().parent.parent)]
-    earlier = [name for name in earlier if name < checkpoint.name]
+    folders = _own_folders(checkpoint.resolve().parent.parent)
+    step = folders.get(checkpoint.resolve(), 0)
+    earlier = [path.name for path, number in folders.items() if number < step and (path / "trainer.json").is_file()]
     remedy = f"go on from {earlier[-1]}" if earlier else "start over"
     return ConfigError(f"resume: {checkpoint} is damaged: {damage}; move it away to {remedy}")
 

@@ -78,7 +78,7 @@ def rows_digest(rows: Sequence[Row]) -> str:
     """Of the rows as they were parsed, in their order; spelling and white space of the file do not count."""
     digest = hashlib.sha256()
     for row in rows:
-        values = {name: value for name, value in vars(row).items() if name != "prompt_ids"}
+        values = [row.prompt, row.answer, row.columns]
         digest.update(json.dumps(values, sort_keys=True).encode() + b"\n")
     return digest.hexdigest()
 
@@ -91,9 +91,11 @@ def reward_digest(path: str) -> str:
         module = next((m for m in list(sys.modules.values()) if _source(m) == file.resolve()), None)
     else:
         module = sys.modules.get(module_name)
-    digest = hashlib.sha256(name.encode())
-    for source in sorted(_sources(module), key=lambda source: source.name):
-        digest.update(source.read_bytes())
+    root, digest = _source(module), hashlib.sha256(name.encode())
+    for source in sorted(_sources(module)):
+        assert root is not None
+        text = source.read_bytes()
+        digest.update(f"{source.relative_to(root.parent)} {len(text)}\n".encode() + text)
     return digest.hexdigest()
 
 

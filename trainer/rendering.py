@@ -49,12 +49,12 @@ def render_rows(
 ) -> list[Row]:
     """The rows with the ids of their prompts; ConfigError names a row that cannot be rendered. kind: train or eval."""
     rendered = []
-    for i, row in enumerate(rows):
+    for row in rows:
         try:
             ids = encode_prompt(prompt_of(row, template_kwargs), tokenizer, vocab_size)
             rendered.append(replace(row, prompt_ids=array("i", ids)))
         except (ValueError, TypeError) as error:
-            raise ConfigError(f"task: {kind} row {i}: {error}") from error
+            raise ConfigError(f"task: {kind} row {row.name()}: {error}") from error
     return rendered
 
 

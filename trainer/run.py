@@ -108,7 +108,9 @@ def _check_resume(config: TrainerConfig, run_dir: Path) -> tuple[Path | None, ch
     found = checkpoint.find_checkpoint(config.resume, run_dir)
     own = config.resume == "auto" or (found is not None and run_dir.resolve() in found.resolve().parents)
     if not own and ((run_dir / "metrics.jsonl").exists() or checkpoint.list_checkpoints(run_dir)):
-        raise ConfigError(f"run_dir: {run_dir} holds a run already; go on with resume=auto, or give another name=")
+        begun = checkpoint.list_checkpoints(run_dir)
+        remedy = "go on with resume=auto, or give another name=" if begun else "give another name="
+        raise ConfigError(f"run_dir: {run_dir} holds a run already; {remedy}")
     if found is None:
         return None, None
     checkpoint.check_whole(found)
@@ -129,7 +131,8 @@ def prepare(config: TrainerConfig) -> Run:
         try:
             run = _prepare(config, folder)
         except WriteError as error:
-            raise ConfigError(f"run_dir: {error}") from error
+            key = "run_dir: " if error.path.is_relative_to(folder.path) else ""
+            raise ConfigError(f"{key}{error}") from error
         on_error.pop_all()
     return run
 

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+from rollout.manifest import flush_directory
 from trainer import checkpoint
 from trainer.config import ConfigError
 from trainer.tracking import read_metrics
@@ -146,7 +147,10 @@ def _copy(source: Path, target: Path) -> None:
     partial = target.with_suffix(".tmp")
     with writing(target):
         shutil.copyfile(source, partial)
+        with partial.open("rb") as copied:
+            os.fsync(copied.fileno())
         partial.replace(target)
+        flush_directory(target.parent)
 
 
 def _let_go_in_child() -> None:

@@ -7,7 +7,7 @@ where a step is being written down only after that; a second signal does not wai
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -65,17 +65,19 @@ class Interrupts:
     def _handle(self, signum: int, _: FrameType | None) -> None:
         first, self._received = self._received is None, signum
         if not self._raises:
-            _tell("interrupted")
+            tell("interrupted")
             os._exit(128 + signum)
         if self._holds and first:
-            _tell("interrupted: the step is being finished; a second signal ends at once")
+            tell("interrupted: the step is being finished; a second signal ends at once")
             return
         raise Interrupted(signum, at_once=not first)
 
 
-def _tell(text: str) -> None:
-    # a handler may run in the middle of a write to sys.stderr
-    os.write(2, f"{text}\n".encode())
+def tell(text: str) -> None:
+    """A line on the standard error, if anybody still reads it: a signal to the group may have ended who did."""
+    with suppress(OSError):
+        # not through sys.stderr, since a handler may run in the middle of a write to it
+        os.write(2, f"{text}\n".encode(errors="replace"))
 
 
 interrupts = Interrupts()

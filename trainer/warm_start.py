@@ -16,7 +16,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rollout import SamplingParams
+from rollout import RolloutError, SamplingParams
 from rollout.builtin import build_tiny, tiny_config
 from rollout.kv_cache import LayerGroup
 from rollout.manifest import find_damage, flush, flush_directory, write_manifest
@@ -77,7 +77,7 @@ def warm_started_tiny(model: ModelConfig, task_config: TaskConfig, task: Task, s
 def _cached(kind: str, digest: str) -> Path | None:
     try:
         return cache_directory() / kind / digest
-    except RuntimeError:  # this user has no home directory
+    except RolloutError:  # this user has no home directory
         return None
 
 

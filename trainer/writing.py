@@ -10,6 +10,10 @@ from safetensors import SafetensorError
 class WriteError(OSError):
     """The disk is full, or the place has become read-only; the message names path and reason."""
 
+    def __init__(self, path: Path, error: Exception) -> None:
+        super().__init__(f"{path} could not be written: {getattr(error, 'strerror', None) or error}")
+        self.path = path
+
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
@@ -19,8 +23,8 @@ def writing(path: Path) -> Iterator[None]:
     except WriteError:
         raise
     except (OSError, SafetensorError) as error:
-        raise WriteError(f"{path} could not be written: {getattr(error, 'strerror', None) or error}") from error
+        raise WriteError(path, error) from error
     except Exception as error:
         if type(error) is not Exception:  # tokenizers reports a failed write as a bare Exception
             raise
-        raise WriteError(f"{path} could not be written: {error}") from error
+        raise WriteError(path, error) from error

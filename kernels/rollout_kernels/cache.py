@@ -3,7 +3,13 @@
 import os
 from pathlib import Path
 
+from rollout_kernels.errors import RolloutError
+
 
 def cache_directory() -> Path:
-    """$COWROLL_CACHE, else ~/.cache/cowroll. RuntimeError if there is no home directory."""
-    return Path(os.environ.get("COWROLL_CACHE") or Path.home() / ".cache" / "cowroll")
+    """$COWROLL_CACHE, else ~/.cache/cowroll. Raises RolloutError if this user has no home directory."""
+    named = os.environ.get("COWROLL_CACHE")
+    try:
+        return Path(named) if named else Path.home() / ".cache" / "cowroll"
+    except RuntimeError as error:
+        raise RolloutError("there is no home directory to keep a cache in: set COWROLL_CACHE to a folder") from error

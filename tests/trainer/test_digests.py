@@ -30,7 +30,11 @@ def test_rows_that_differ(other: list[Row]) -> None:
 
 
 def test_rows_that_are_the_same() -> None:
-    again = [Row("a", "1", {"level": 1}, prompt_ids=[4, 5]), Row([{"content": "b", "role": "user"}], 2)]
+    """Where a row stands in which file, and how its prompt was rendered, is no part of the data."""
+    again = [
+        Row("a", "1", {"level": 1}, source="b.jsonl:7", prompt_ids=[4, 5]),
+        Row([{"content": "b", "role": "user"}], 2),
+    ]
     assert digests.rows_digest(again) == digests.rows_digest(ROWS)
 
 

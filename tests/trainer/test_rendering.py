@@ -42,8 +42,8 @@ def test_row_that_was_not_rendered_gives_its_prompt() -> None:
 
 @pytest.mark.parametrize("prompt", ["", [{"role": "user"}, "text"]])
 def test_row_that_cannot_be_rendered_is_named(prompt: object) -> None:
-    with pytest.raises(ConfigError, match=r"^task: eval row 1: "):
-        render_rows([TRAIN[0], Row(prompt, "")], TOKENIZER, TEXT_VOCAB, "eval")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"^task: eval row b.jsonl:2 \("):
+        render_rows([TRAIN[0], Row(prompt, "", source="b.jsonl:2")], TOKENIZER, TEXT_VOCAB, "eval")  # type: ignore[arg-type]
 
 
 HELLO = [{"role": "user", "content": "Hi!"}]

@@ -273,3 +273,13 @@ def test_no_exception_of_a_reward_ends_with_0(tmp_path: Path, place: str, bare: 
     _, errors = process.communicate()
     assert process.returncode in ((1, 2) if place == "import" else (1,))
     assert errors.strip()
+
+
+def test_nobody_may_be_left_to_read_what_is_told() -> None:
+    """A signal to the whole group ends `tee` too."""
+    code = (
+        "import os; from trainer.signals import tell; r, w = os.pipe(); os.dup2(w, 2); os.close(r); tell('x');"
+        " print('goes on')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "goes on\n"

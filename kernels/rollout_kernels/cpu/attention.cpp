@@ -45,11 +45,15 @@ class Task {
         for (int r = 0; r < rows.size(); ++r) {
             const int64_t at = rows.place(r);
             copy_words<T>(static_cast<const Element*>(call_.q) + at * dim_, words_, &query_[r * words_]);
-            const float* state = call_.states + at * (dim_ + kLanes + 1);
-            reference_[r] = goes_on ? state[dim_ + kLanes] : -kInfinity;
             float *sums = &sums_[r * dim_], *totals = &totals_[r * kLanes];
-            if (goes_on) std::copy_n(state, dim_, sums), std::copy_n(state + dim_, kLanes, totals);
-            else std::fill_n(sums, dim_, 0.0f), std::fill_n(totals, kLanes, 0.0f);
+            if (goes_on) {
+                const float* state = call_.states + at * (dim_ + kLanes + 1);
+                std::copy_n(state, dim_, sums), std::copy_n(state + dim_, kLanes, totals);
+                reference_[r] = state[dim_ + kLanes];
+            } else {
+                std::fill_n(sums, dim_, 0.0f), std::fill_n(totals, kLanes, 0.0f);
+                reference_[r] = -kInfinity;
+            }
         }
     }
 

@@ -106,7 +106,7 @@ def _cache_folder() -> Path | None:
             raise PermissionError(f"{folder} is another user's, or others may write there")
         with tempfile.TemporaryFile(dir=folder):
             return folder
-    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
+    except (OSError, RolloutError) as error:
         logger.warning("compiled kernels are not kept, but built at every start: %s; set COWROLL_CACHE", error)
         return None
 

@@ -106,27 +106,43 @@ struct Joined {
     static constexpr int of(int i) { return i / 4 * 4 + FIRST + i % 2 + i % 4 / 2 * kLanes; }
 };
 
-// 4 words from `at` on of each of the rows i, i + 4, ...
-template <class T>
-inline Words quads(const typename T::Element* const* rows, int i, int at) {
+// 16 bytes of each of the rows i, i + 4, ...
+inline Words quads(const void* row, [[maybe_unused]] const void* fourth_row_on) {
 #ifdef TARGET_AVX2
-    return T::quads(rows[i] + at, rows[i + 4] + at);
+    const __m128i low = _mm_loadu_si128((const __m128i*)row), high = _mm_loadu_si128((const __m128i*)fourth_row_on);
+    return (Words)_mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
 #else
-    return T::words(rows[i] + at);
+    return load<Words>(row);
 #endif
+}
+
+// Four words of each of kLanes rows, vector i holding those of the rows i, i + 4, ... -> vector i holds every row's word i.
+inline void transpose_quads(Words* x) {
+    const Words low = shuffle<InTurn<0>>(x[0], x[1]), next_low = shuffle<InTurn<0>>(x[2], x[3]);
+    const Words high = shuffle<InTurn<2>>(x[0], x[1]), next_high = shuffle<InTurn<2>>(x[2], x[3]);
+    x[0] = shuffle<Joined<0>>(low, next_low), x[1] = shuffle<Joined<2>>(low, next_low);
+    x[2] = shuffle<Joined<0>>(high, next_high), x[3] = shuffle<Joined<2>>(high, next_high);
 }
 
 // kLanes words of each of kLanes rows -> out[word * stride + row].
 template <class T>
 inline void transpose(const typename T::Element* const* rows, int word, Word* out, int stride) {
     static_assert(T::kPerWord == 1 && (kLanes == 4 || kLanes == 8));
-    for (int end = word + kLanes; word < end; word += 4, out += 4 * stride) {
-        const Words a = quads<T>(rows, 0, word), b = quads<T>(rows, 1, word);
-        const Words c = quads<T>(rows, 2, word), d = quads<T>(rows, 3, word);
-        const Words ab = shuffle<InTurn<0>>(a, b), cd = shuffle<InTurn<0>>(c, d);
-        store(out, shuffle<Joined<0>>(ab, cd)), store(out + stride, shuffle<Joined<2>>(ab, cd));
-        const Words ba = shuffle<InTurn<2>>(a, b), dc = shuffle<InTurn<2>>(c, d);
-        store(out + 2 * stride, shuffle<Joined<0>>(ba, dc)), store(out + 3 * stride, shuffle<Joined<2>>(ba, dc));
+    Words x[4];
+    if constexpr (kLanes == 8 && !T::kInWords) {  // bf16 moves in pairs, and is widened afterwards
+        for (int i = 0; i < 4; ++i) x[i] = quads(rows[i] + word, rows[(i + 4) % kLanes] + word);
+        transpose_quads(x);
+        for (int i = 0; i < 4; ++i) {
+            store(out + 2 * i * stride, x[i] << 16), store(out + (2 * i + 1) * stride, x[i] & 0xffff0000u);
+        }
+    } else {
+        for (int at = word; at < word + kLanes; at += 4, out += 4 * stride) {
+            for (int i = 0; i < 4; ++i)
+                if constexpr (T::kInWords) x[i] = quads(rows[i] + at, rows[(i + 4) % kLanes] + at);
+                else x[i] = T::words(rows[i] + at);
+            transpose_quads(x);
+            for (int i = 0; i < 4; ++i) store(out + i * stride, x[i]);
+        }
     }
 }
 #endif

@@ -175,11 +175,6 @@ struct Fp32 : WideProducts {
     static Word word(const Element* from) { return load<Word>(from); }
     static Floats widen(const Element* from) { return load<Floats>(from); }
     static void round(Floats v, Element* to) { store(to, v); }
-#ifdef TARGET_AVX2
-    static Words quads(const Element* low, const Element* high) {
-        return (Words)_mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(low)), _mm_loadu_ps(high), 1);
-    }
-#endif
 };
 
 struct Bf16Elements {
@@ -220,12 +215,6 @@ struct Bf16 : Bf16Elements, WideProducts {
     static Words words(const Element* from) { return wide(from) << 16; }
     static Words pair(const Element* row, const Element*) { return words(row); }
     static Word word(const Element* from) { return Word{*from} << 16; }
-#ifdef TARGET_AVX2
-    static Words quads(const Element* low, const Element* high) {
-        const __m128i halves = _mm_unpacklo_epi64(_mm_loadl_epi64((const __m128i*)low), _mm_loadl_epi64((const __m128i*)high));
-        return (Words)_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16);
-    }
-#endif
 };
 #endif
 
