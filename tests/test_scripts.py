@@ -22,6 +22,7 @@ import profile_rollouts
 import tiny_models
 from bench_report import Workload
 from rollout import Rollout, RolloutGroup
+from rollout.views import training_view
 from rollout_kernels import native
 from trainer.config import AlgorithmConfig, OptimConfig
 from trainer.optimizer import MasterAdamW
@@ -225,8 +226,8 @@ def test_a_step_moves_the_weights_once(directory: Path) -> None:
         trainer.step(1)
         assert engine.policy_version == 1
         assert not torch.equal(before, engine.module.get_output_embeddings().weight)
-        trainer.policy = tiny_models.random_model("qwen3", seed=1, vocab_size=tiny_models.TEXT_VOCAB)
-        trainer.policy.set_attn_implementation("cowroll")
+        other = tiny_models.random_model("qwen3", seed=1, vocab_size=tiny_models.TEXT_VOCAB)
+        trainer.policy = training_view(other, exact=engine.exact, gradient_checkpointing=False)
         with pytest.raises(SystemExit, match="verification failed: the trainer's log-probs"):
             trainer.verify()
         optimizer.close()

@@ -87,7 +87,7 @@ def test_a_bare_view_replaces_nothing(arch: str) -> None:
 def test_nothing_is_replaced_where_there_are_no_kernels(
     arch: str, exact: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native, "library", lambda: None)
+    monkeypatch.setattr(native, "compiled", lambda: None)
     assert kinds(make_view(shared_model(arch), exact=exact)) == untouched(arch)
 
 

@@ -361,7 +361,7 @@ def test_another_device_is_not_planned_with_this_cpus_kernels(monkeypatch: pytes
         return rollout, estimated(config, torch.bfloat16, (40, 60, 4), device=cuda)
 
     usual = planned()
-    monkeypatch.setattr(native, "library", lambda: None)
+    monkeypatch.setattr(native, "compiled", lambda: None)
     assert planned() == usual
 
 

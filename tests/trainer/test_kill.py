@@ -56,7 +56,9 @@ def _command(folder: Path, *overrides: str) -> list[str]:
     (folder / "reward.py").write_text(REWARD)
     command = [sys.executable, "-m", "trainer", "experiment=smoke", f"steps={STEPS}", "checkpoint.every=2", "name=kill"]
     command += ["eval.every=0", "reward=custom", f"reward.path={folder}/reward.py:lengths", f"run_dir={folder}/run"]
-    return [*command, "model.warm_start_steps=2", "optim.lr=1e-3", *overrides]
+    command += ["model.warm_start_steps=2", "optim.lr=1e-3"]
+    given = {override.split("=")[0] for override in overrides}  # a key may be given only once
+    return [*(part for part in command if part.split("=")[0] not in given), *overrides]
 
 
 def _environment(folder: Path, kill_at: str = "never:0") -> dict[str, str]:

@@ -57,7 +57,7 @@ def weights_of(run: Run) -> list[torch.Tensor]:
 
 
 def write_rows(path: Path, count: int = 12, **columns: Any) -> Path:
-    rows = [{"prompt": "ab" * (1 + i % 3), "answer": str(i), "id": i} | columns for i in range(count)]
+    rows = [{"prompt": "ab" * (1 + i % 3) + str(i), "answer": str(i), "id": i} | columns for i in range(count)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -240,7 +240,7 @@ def test_a_resume_on_other_kernels_or_threads_says_so(
 ) -> None:
     run_once(tmp_path, "steps=1", "checkpoint.every=1")
     began, threads = native.identity(torch.device("cpu")), torch.get_num_threads()
-    monkeypatch.setattr(native, "library", lambda: None)
+    monkeypatch.setattr(native, "compiled", lambda: None)
     torch.set_num_threads(threads + 1)
     prepare(configure(tmp_path, "steps=2", "resume=auto")).close()
     told = [m for m in caplog.messages if m.startswith("the run began")]
@@ -303,8 +303,10 @@ def test_a_difference_after_all_is_refused_or_recomputed(
     if exact == "require":
         with pytest.raises(RolloutError, match=r"differ by up to 0\.12"):
             train(run)
+        run.close(1)
         return
     train(run)
+    run.close()
     ratios = [line["sampling/importance_sampling_ratio/max"] for line in metrics_of(run)]
     assert ratios[0] > 1.1
     assert ratios[1:] == [1.0, 1.0]

@@ -22,7 +22,7 @@ inline void block_product(WordMatrix a, WordMatrix b, FloatMatrix c, int words, 
     const Word* from = b.data;
     for (int w = 0; w < words; ++w, from += b.stride) {
         Words row[VECTORS];
-        for (int j = 0; j < VECTORS; ++j) row[j] = load<Words>(from + kLanes * j);
+        for (int j = 0; j < VECTORS; ++j) row[j] = load<Words>(from + kLanes * j), hold(row[j]);
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 8

@@ -15,7 +15,7 @@ float multiply(int64_t turns, Word a) {
 #pragma GCC unroll 10
         for (auto& sum : sums) {
             sum = T::step(sum, a, b);
-            asm volatile("" : "+" TARGET_REGISTER(sum));  // else the turns would be computed ahead, or left out
+            hold(sum);  // else the turns would be computed ahead, or left out
         }
     Floats total = {};
     for (auto& sum : sums) total += sum;

@@ -60,6 +60,12 @@ class Buffer {
     size_t size_ = 0;
 };
 
+// Nothing, but the compiler has to have v in a register here: computed, and not read again from where it came from.
+template <class V>
+inline void hold(V& v) {
+    asm volatile("" : "+" TARGET_REGISTER(v));
+}
+
 inline Floats all(float x) { return x - Floats{}; }  // x - 0 is x, also for -0, so that nothing is computed
 
 // a * b + c, rounded once where the target can. Compilers do not fuse by themselves here (-ffp-contract=off), since they
