@@ -81,6 +81,12 @@ def test_torch_operations_can_be_asked_for(fresh: Path, monkeypatch: pytest.Monk
     assert not fresh.exists()
 
 
+def test_a_compiler_command_that_no_shell_would_take_is_refused(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "'unbalanced")
+    with pytest.raises(RolloutError, match="CXX=.*unbalanced.*No closing quotation"):
+        native.compiled()
+
+
 def test_another_choice_is_refused(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COWROLL_KERNELS", "fast")
     with pytest.raises(ValueError, match="COWROLL_KERNELS='fast'"):
@@ -224,14 +230,18 @@ def test_a_library_is_built_once(fresh: Path, monkeypatch: pytest.MonkeyPatch, t
 
 
 @COMPILED
-@pytest.mark.parametrize("damage", ["half", "one byte"])
+@pytest.mark.parametrize("damage", ["half", "one byte", "folder"])
 def test_a_damaged_library_is_built_anew(fresh: Path, damage: str) -> None:
     """It is never loaded: one whose pages are missing would end the process with SIGBUS."""
     name = printed(python("print(native.identity(CPU))")).strip()
     (built,) = fresh.iterdir()
     whole = built.read_bytes()
     cut, turned = whole[: len(whole) // 2], whole[:5000] + bytes([whole[5000] ^ 1]) + whole[5001:]
-    built.write_bytes(cut if damage == "half" else turned)
+    if damage == "folder":
+        built.unlink()
+        built.mkdir()
+    else:
+        built.write_bytes(cut if damage == "half" else turned)
     assert printed(python("print(native.identity(CPU))")).strip() == name
     (again,) = fresh.iterdir()
     assert again.read_bytes() == whole

@@ -45,7 +45,10 @@ _CPU_FLAGS = {
 
 def compiler_command() -> list[str]:
     """$CXX with its arguments, else g++ or clang++; FileNotFoundError if there is none."""
-    named = shlex.split(os.environ.get("CXX", ""))
+    try:
+        named = shlex.split(os.environ.get("CXX", ""))
+    except ValueError as error:
+        raise RolloutError(f"CXX={os.environ['CXX']!r}: {error}; give a command as a shell would take it") from error
     found = named if named and shutil.which(named[0]) else []
     if not named:
         found = next(([name] for name in ("g++", "clang++") if shutil.which(name)), [])
@@ -70,10 +73,10 @@ def load_library() -> ctypes.CDLL:
     with tempfile.TemporaryDirectory() as passing:
         folder = _cache_folder() or Path(passing)
         for kept in sorted(folder.glob(f"{digest}-*.so")):
-            if kept.stem.rpartition("-")[2] == _content_digest(kept):
+            if kept.is_file() and kept.stem.rpartition("-")[2] == _content_digest(kept):
                 return ctypes.CDLL(str(kept))
             logger.warning("%s is damaged and is built anew", kept)
-            kept.unlink(missing_ok=True)
+            _remove(kept)
         return _build([*compiler, *flags], sources, folder, digest)
 
 
@@ -109,6 +112,13 @@ def _cache_folder() -> Path | None:
     except (OSError, RolloutError) as error:
         logger.warning("compiled kernels are not kept, but built at every start: %s; set COWROLL_CACHE", error)
         return None
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _content_digest(path: Path) -> str:

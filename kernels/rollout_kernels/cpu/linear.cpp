@@ -10,7 +10,6 @@ namespace {
 
 constexpr int kPanel = 64;
 constexpr int kStrip = kTileVectors * kLanes;  // columns that a tile of products goes through together
-constexpr int64_t kTile = 384;  // rows: transposing a panel is little beside its product; x stays in the second cache
 
 struct Linear {
     const void *x, *weight, *bias;  // x [rows, depth], weight [columns, depth] or plain; bias may be null
@@ -63,12 +62,12 @@ class Panel {
   public:
     void begin(const Linear& call) {
         call_ = call;
-        panel_.reserve(kTileDepth * kPanel), sums_.reserve(kTile * kPanel);
-        if (!T::kInWords) x_.reserve(kTile * kTileDepth);
+        panel_.reserve(kTileDepth * kPanel), sums_.reserve(kPanelRows * kPanel);
+        if (!T::kInWords) x_.reserve(kPanelRows * kTileDepth);
     }
 
     void run(int64_t column, int64_t begin) {
-        const int rows = static_cast<int>(std::min(kTile, call_.rows - begin));
+        const int rows = static_cast<int>(std::min(kPanelRows, call_.rows - begin));
         const int columns = static_cast<int>(std::min<int64_t>(kPanel, call_.columns - column));
         const int64_t words = call_.depth / T::kPerWord;
         for (int64_t first = 0; first < words; first += kTileDepth) {
@@ -115,9 +114,9 @@ class Panel {
 
 template <class T>
 void run(const Linear& call) {
-    const int64_t panels = (call.columns + kPanel - 1) / kPanel, tiles = (call.rows + kTile - 1) / kTile;
+    const int64_t panels = (call.columns + kPanel - 1) / kPanel, tiles = (call.rows + kPanelRows - 1) / kPanelRows;
     share_out<Panel<T>>(panels * tiles, call.threads, call, [&](Panel<T>& panel, int64_t i) {
-        panel.run(i % panels * kPanel, i / panels * kTile);
+        panel.run(i % panels * kPanel, i / panels * kPanelRows);
     });
 }
 

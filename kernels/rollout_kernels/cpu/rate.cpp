@@ -11,14 +11,15 @@ template <class T>
 float multiply(int64_t turns, Word a) {
     Floats sums[kSums] = {};
     const Words b = Words{} + a;
-    for (int64_t i = 0; i < turns; ++i)
+    for (int64_t i = 0; i < turns; ++i) {
 #pragma GCC unroll 10
-        for (auto& sum : sums) {
-            sum = T::step(sum, a, b);
-            hold(sum);  // else the turns would be computed ahead, or left out
-        }
+        for (int j = 0; j < kSums; ++j) sums[j] = T::step(sums[j], a, b);
+#pragma GCC unroll 10
+        for (int j = 0; j < kSums; ++j) hold(sums[j]);  // else the turns would be computed ahead, or left out
+    }
     Floats total = {};
-    for (auto& sum : sums) total += sum;
+#pragma GCC unroll 10
+    for (int j = 0; j < kSums; ++j) total += sums[j];
     return sum_of(total);
 }
 

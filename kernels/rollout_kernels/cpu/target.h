@@ -7,6 +7,8 @@
 
 #pragma once
 
+#include <cstdint>
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #define TARGET_REGISTER "v"  // what inline assembly calls a vector register
@@ -29,6 +31,14 @@ constexpr int kLanes = 4, kTileRows = 4, kTileVectors = 4, kFewRowsVectors = 4; 
 constexpr int kLanes = 4, kTileRows = 4, kTileVectors = 2, kFewRowsVectors = 4;  // of 16, as SSE has
 #endif
 constexpr int kTileDepth = 128;  // longer sums would round more often
+
+// Rows that share a packed panel of a weight: packing is little beside their products, and they stay in the second
+// cache, which targets with AVX-512 have more of.
+#ifdef TARGET_AVX512
+constexpr int64_t kPanelRows = 384;
+#else
+constexpr int64_t kPanelRows = 128;
+#endif
 
 // Whether bf16 products are computed by instructions that take pairs of bf16; otherwise bf16 is widened to fp32 first.
 #if defined(TARGET_AVX512) && defined(__AVX512BF16__)
