@@ -83,7 +83,7 @@ def test_torch_operations_can_be_asked_for(fresh: Path, monkeypatch: pytest.Monk
 
 def test_a_compiler_command_that_no_shell_would_take_is_refused(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "'unbalanced")
-    with pytest.raises(RolloutError, match="CXX=.*unbalanced.*No closing quotation"):
+    with pytest.raises(RolloutError, match=r"CXX=.*unbalanced.*No closing quotation"):
         native.compiled()
 
 
