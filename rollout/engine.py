@@ -239,6 +239,7 @@ class RolloutEngine:
         """
         with self._core.turn():
             self._core.opened()
+            self._core.watch.refuse_mixed()
             check_shared(self.module, self._identity)
             if running == "drain" and self.scheduler.has_begun:
                 raise RolloutError(
@@ -252,8 +253,8 @@ class RolloutEngine:
         """Copy new weights, by state-dict name, into the tensors that the engine reads (the caller's, if it shares).
 
         From any thread, between steps. All or nothing: names, shapes and values are checked first. After an interrupt
-        in the copying, requests are refused until the weights have been set again. `running`: what to do with requests
-        that have begun; "drain" lets them end under the old weights.
+        in the copying, requests are refused until an update has succeeded. `running`: what to do with requests that
+        have begun; "drain" lets them end under the old weights.
         """
         with self._core.turn():
             self._core.opened()

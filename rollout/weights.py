@@ -26,7 +26,7 @@ class WeightWatch:
     def __init__(self, module: PreTrainedModel) -> None:
         self._parameters = list(module.parameters())
         self._addresses = {p.data_ptr() for p in self._parameters}
-        self._stepped = False
+        self._stepped = self._mixed = False
         self.acknowledge()
         watch = weakref.ref(self)  # the hook is global, and must not keep an engine alive
 
@@ -60,11 +60,16 @@ class WeightWatch:
             raise RolloutError("the weights changed while requests were running; they have been aborted")
 
     def replace(self, copies: Mapping[Tensor, Tensor]) -> None:
-        """Copy new weights; until acknowledge() they count as mixed, whatever breaks the copying off."""
-        self._mixed = True
-        with torch.no_grad():
-            for target, given in copies.items():
-                target.copy_(given)
+        """Copy new weights; if anything breaks that off, they count as mixed until acknowledge()."""
+        done = False
+        try:
+            with torch.no_grad():
+                for target, given in copies.items():
+                    target.copy_(given)
+            done = True
+        finally:
+            # only now: threads that submit meanwhile look at it without having the turn
+            self._mixed = self._mixed or not done
 
     def refuse_mixed(self) -> None:
         """Raise if a replacement was broken off."""

@@ -1,6 +1,7 @@
 """Rollouts as they end, requests from anywhere, aborts and forks: blocks come back and results stay what they are."""
 
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
@@ -323,7 +324,8 @@ def test_weights_that_an_interrupt_left_mixed_are_not_served(
             patch.setattr(torch.Tensor, "copy_", interrupted)
             with pytest.raises(error):
                 engine.update_weights(new)
-        for call in (lambda: engine.submit([1]), engine.step, lambda: setattr(engine, "policy_version", 7)):
+        new_version = partial(setattr, engine, "policy_version", 7)
+        for call in (lambda: engine.submit([1]), engine.step, engine.weights_updated, new_version):
             with pytest.raises(RolloutError, match="update_weights was broken off"):
                 call()
         engine.update_weights(new)
