@@ -15,7 +15,7 @@ class Call:
     def __init__(self, core: EngineCore, requests: Iterable[Request | BadPrompt]) -> None:
         self._core = core
         self._outcomes: Outcomes = deque()
-        self.entries = [RolloutHandle(r, self._outcomes) if isinstance(r, Request) else r for r in requests]
+        self.entries = [RolloutHandle(r, core.turns, self._outcomes) if isinstance(r, Request) else r for r in requests]
         """What stands for the prompts, in order."""
         self._places = {entry: place for place, entry in enumerate(self.entries) if isinstance(entry, RolloutHandle)}
         self.num_rollouts = sum(handle.request.n for handle in self._places)
@@ -45,6 +45,7 @@ class Call:
                     num_left -= 1
                     yield self._places[handle], outcome
         finally:
-            for handle in self._places:
-                self._core.abort(handle)
+            if not self._core.turns.elsewhere:  # an iterator that was copied with the process
+                for handle in self._places:
+                    self._core.abort(handle)
             self._core.meter.end_call(self)

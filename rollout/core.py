@@ -51,7 +51,7 @@ class EngineCore:
         self.scheduler = scheduler
         self.runner: ModelRunner | None = runner
         self.meter = Meter()
-        self._watch = watch
+        self.watch = watch
         self._tokenizer = tokenizer
         self._end_token_ids = end_token_ids
         self._skip_special_tokens = skip_special_tokens
@@ -107,9 +107,11 @@ class EngineCore:
         if runner.cache.released:
             missing = runner.cache.num_bytes
             raise RolloutError(f"the KV pool has been released ({missing} bytes are missing): call restore_memory()")
+        self.watch.refuse_mixed()
         return runner
 
     def opened(self) -> ModelRunner:
+        self.turns.refuse_elsewhere()
         if self.runner is None:
             raise RolloutError("this engine is closed: make a new one")
         return self.runner
@@ -207,7 +209,7 @@ class EngineCore:
     def _run(self, runner: ModelRunner, batch: ScheduledBatch) -> Ended:
         self.meter.planned(self.scheduler)
         drawing, sampled, prefilled = runner.run(batch)
-        self._watch.refuse_change()
+        self.watch.refuse_change()
         for chunk in batch.chunks:
             self.scheduler.computed(chunk)
         for prompt, logits in prefilled:
@@ -246,10 +248,8 @@ class EngineCore:
         request = sequence.request
         handle = self._handles[request]
         reason: FinishReason = sequence.finish_reason or "abort"
-        ids = sequence.completion_ids
-        text = None
+        ids, text, skip = sequence.completion_ids, None, self._skip_special_tokens
         if self._tokenizer is not None:
-            skip = self._skip_special_tokens
             text = decode_completion(request.prompt_ids, ids, self._tokenizer, skip_special_tokens=skip)
         rollout = Rollout(
             sequence.index, ids, sequence.logprobs, sequence.raw_logprobs, text, reason, request.policy_version
@@ -263,6 +263,7 @@ class EngineCore:
         self, handle: RolloutHandle, index: int, sampling: SamplingParams | None, key: int | None, max_len: int
     ) -> RolloutHandle:
         """Fork completion `index` of a running request into a request of its own; max_len bounds its length."""
+        handle.check_owner(self.turns)
         request, runner, parent = handle.request, self.ready(), handle.running(index)
         params = sampling or request.sampling
         max_len = min(request.num_prompt_tokens + params.max_new_tokens, max_len)
@@ -271,7 +272,7 @@ class EngineCore:
         family, fork = request.family, request.fork(params, request.key if key is None else key, max_len)
         fork.submitted_at = time.perf_counter()
         with self.turns.lock:
-            forked = self._handles[fork] = RolloutHandle(fork)
+            forked = self._handles[fork] = RolloutHandle(fork, self.turns)
         child = self.scheduler.fork(parent, fork, family.n + family.num_forked)
         family.num_forked += 1
         if child.slot >= 0:
@@ -282,15 +283,15 @@ class EngineCore:
 
     def set_policy_version(self, version: int) -> None:
         """The weights are known to be as they are now: KV of earlier versions cannot be found any more."""
-        self._watch.acknowledge()
         self.scheduler.set_policy_version(version)
+        self.watch.acknowledge()  # last: an interrupt before it leaves the change to be noticed
 
     def _notice_changed_weights(self) -> None:
         """Somebody changed the weights without a word: count it as an update, unless requests have begun."""
         if self.scheduler.has_begun:
-            self._watch.refuse_change()
+            self.watch.refuse_change()
         # a look at the values costs a little, so it is taken only before a first request, and if KV could be stale
-        elif self._watch.changed(look=bool(self.scheduler.pool.cache)):
+        elif self.watch.changed(look=bool(self.scheduler.pool.cache)):
             self.set_policy_version(self.scheduler.policy_version + 1)
 
     def settle(self, running: WhileRunning) -> None:

@@ -199,6 +199,7 @@ class RolloutEngine:
 
         Its completions that have not ended end with "abort" and what they have drawn so far, begun or not.
         """
+        handle.check_owner(self._core.turns)
         self._core.abort(handle)
 
     def fork(
@@ -224,6 +225,7 @@ class RolloutEngine:
     @policy_version.setter
     def policy_version(self, version: int) -> None:
         with self._core.turn():
+            self._core.watch.check_version(version, self.policy_version)
             self._core.set_policy_version(version)
 
     def weights_updated(self, running: WhileRunning = "refuse") -> None:
@@ -237,6 +239,7 @@ class RolloutEngine:
         """
         with self._core.turn():
             self._core.opened()
+            self._core.watch.refuse_mixed()
             check_shared(self.module, self._identity)
             if running == "drain" and self.scheduler.has_begun:
                 raise RolloutError(
@@ -249,16 +252,15 @@ class RolloutEngine:
     def update_weights(self, tensors: Mapping[str, Tensor], running: WhileRunning = "refuse") -> None:
         """Copy new weights, by state-dict name, into the tensors that the engine reads (the caller's, if it shares).
 
-        From any thread, between steps. All or nothing: names and shapes are checked first. `running`: what to do with
-        requests that have begun; "drain" lets them end under the old weights.
+        From any thread, between steps. All or nothing: names, shapes and values are checked first. After an interrupt
+        in the copying, requests are refused until an update has succeeded. `running`: what to do with requests that
+        have begun; "drain" lets them end under the old weights.
         """
         with self._core.turn():
             self._core.opened()
             copies = check_update(self.module, tensors)
             self._core.settle(running)
-            with torch.no_grad():
-                for target, given in copies.items():
-                    target.copy_(given)
+            self._core.watch.replace(copies)
             self._core.set_policy_version(self.policy_version + 1)
 
     def drain(self) -> None:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,17 @@ _ROPE_NUMBERS = (
     "beta_slow",
     "attention_factor",
 )
+_SWITCHES = (
+    "use_cache",
+    "attention_bias",
+    "mlp_bias",
+    "tie_word_embeddings",
+    "use_sliding_window",
+    "output_attentions",
+    "output_hidden_states",
+    "torchscript",
+)
+_LAYER_TYPES = ("full_attention", "sliding_attention")
 _STORED_AS = ("F32", "BF16", "F16", "F64")
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -194,15 +205,37 @@ def check_values(values: Mapping[str, Any]) -> None:
         dtype = values.get(name)
         require(dtype is None or dtype in _DTYPES, name, f"must be one of {', '.join(_DTYPES)}")
     pad = values.get("pad_token_id")
-    inside = pad is None or (is_kind(int, pad) and pad < values["vocab_size"])
+    inside = pad is None or (is_kind(int, pad) and -1 <= pad < values["vocab_size"])  # -1: none, in older files
     require(inside, "pad_token_id", f"must be in the vocabulary of {values['vocab_size']}")
+    for name in _SWITCHES:
+        require(isinstance(values.get(name), bool | None), name, "must be true or false")
+    require(values.get("return_dict", True) is True, "return_dict", "must be true, or left out")
+    _check_layers(values, require)
     for name in ("rope_parameters", "rope_scaling"):
         require(values.get(name) is None or isinstance(values[name], dict), name, "must be an object")
         _check_rope(values.get(name) or {}, name)
 
 
+def _check_layers(values: Mapping[str, Any], require: Callable[[bool, str, str], None]) -> None:
+    """Kinds of layers, one per layer, and the window that some of them need."""
+    kinds, window, layers = values.get("layer_types"), values.get("sliding_window"), values["num_hidden_layers"]
+    fits = window is None or (is_kind(int, window) and window >= 1)
+    require(fits, "sliding_window", "must be a whole number, at least 1, or null")
+    if kinds is None:
+        return
+    known = isinstance(kinds, list) and all(kind in _LAYER_TYPES for kind in kinds)
+    require(
+        known and len(kinds) == layers, "layer_types", f"must be a list of {layers}, of {' and '.join(_LAYER_TYPES)}"
+    )
+    if "sliding_attention" in kinds and values["model_type"] != "llama":  # which has no windows
+        has_window = values.get("use_sliding_window", False) and values.get("sliding_window", 1) is not None
+        require(has_window, "layer_types", "sliding_attention needs use_sliding_window=true and a sliding_window")
+
+
 def _check_rope(values: Mapping[str, Any], where: str) -> None:
     for name, value in values.items():
+        if name in ("rope_type", "type") and not isinstance(value, str):
+            raise RolloutError(f"{where}.{name}={short(value)}: must be a name")
         if isinstance(value, dict):  # one per kind of layer
             _check_rope(value, f"{where}.{name}")
         elif name in _ROPE_NUMBERS and value is not None and not _is_positive(value):

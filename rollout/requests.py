@@ -14,6 +14,7 @@ from rollout.errors import RolloutError
 from rollout.prompts import Prompt, encode_prompt
 from rollout.sampler import TRAIN
 from rollout.sequence import Request, Sequence
+from rollout.turns import Turns
 from rollout.types import Event, Rollout, RolloutGroup, TokenEvent
 
 OnError = Literal["raise", "return"]
@@ -80,8 +81,9 @@ class Limits:
 class RolloutHandle:
     """A submitted prompt: what has become of it so far, whoever stepped."""
 
-    def __init__(self, request: Request, outcomes: "Outcomes | None" = None) -> None:
+    def __init__(self, request: Request, owner: Turns, outcomes: "Outcomes | None" = None) -> None:
         self.request = request
+        self._owner = owner
         self.rollouts: list[Rollout] = []
         """Completions that have ended, in the order in which they did."""
         self.done = False
@@ -119,6 +121,12 @@ class RolloutHandle:
         if self.error is not None and not events:
             raise failure(self.error)
         return events
+
+    def check_owner(self, engine: Turns) -> None:
+        """Raise unless the engine with these turns made it: the blocks of another's requests mean nothing there."""
+        engine.refuse_elsewhere()
+        if self._owner is not engine:
+            raise RolloutError("this handle is of another engine: give it to the one that made it")
 
     def running(self, index: int) -> Sequence:
         """The sequence of completion `index`, which has drawn a token and goes on; RolloutError if there is none."""

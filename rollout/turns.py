@@ -1,5 +1,6 @@
 """Who may change requests, pool and weights: one thread at a time, in the order in which they ask."""
 
+import os
 import threading
 from collections.abc import Callable
 
@@ -19,14 +20,26 @@ class Turns:
         """The thread whose turn it is."""
         self._changed = threading.Condition(self.lock)
         self._line: list[int] = []
+        self._process = os.getpid()
 
     @property
     def idle(self) -> bool:
         """Whether nobody has the turn or waits for it."""
         return self.owner is None and not self._line
 
+    @property
+    def elsewhere(self) -> bool:
+        """Whether this is a forked process, where threads that held the lock or the turn no longer exist."""
+        return os.getpid() != self._process
+
+    def refuse_elsewhere(self) -> None:
+        """Raise in a forked process, where waiting would never end."""
+        if self.elsewhere:
+            raise RolloutError(f"this engine was made in another process ({self._process}): make a new one in this one")
+
     def refuse_nesting(self) -> None:
-        """Raise if this thread has the turn already, as in a hook of the model that calls the engine."""
+        """Raise if this thread has the turn already, as in a hook of the model that calls the engine, or elsewhere."""
+        self.refuse_elsewhere()
         if self.owner == threading.get_ident():
             raise RolloutError("this engine is already generating: call it from one place at a time")
 

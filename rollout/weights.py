@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import PreTrainedModel
 
-from rollout.errors import RolloutError
+from rollout.config import is_kind
+from rollout.errors import RolloutError, short
 
 _SAMPLED = 16  # values looked at in each parameter
 
@@ -25,7 +26,7 @@ class WeightWatch:
     def __init__(self, module: PreTrainedModel) -> None:
         self._parameters = list(module.parameters())
         self._addresses = {p.data_ptr() for p in self._parameters}
-        self._stepped = False
+        self._stepped = self._mixed = False
         self.acknowledge()
         watch = weakref.ref(self)  # the hook is global, and must not keep an engine alive
 
@@ -58,13 +59,39 @@ class WeightWatch:
         if self.changed(look=False):
             raise RolloutError("the weights changed while requests were running; they have been aborted")
 
+    def replace(self, copies: Mapping[Tensor, Tensor]) -> None:
+        """Copy new weights; if anything breaks that off, they count as mixed until acknowledge()."""
+        done = False
+        try:
+            with torch.no_grad():
+                for target, given in copies.items():
+                    target.copy_(given)
+            done = True
+        finally:
+            # only now: threads that submit meanwhile look at it without having the turn
+            self._mixed = self._mixed or not done
+
+    def refuse_mixed(self) -> None:
+        """Raise if a replacement was broken off."""
+        if self._mixed:
+            raise RolloutError("update_weights was broken off, so that old and new weights are mixed: call it again")
+
+    def check_version(self, version: int, least: int) -> None:
+        """Raise unless the weights, as they are, may be given this version."""
+        self.refuse_mixed()
+        if not is_kind(int, version) or version < least:
+            raise RolloutError(
+                f"policy_version={short(version)}: must be a whole number, at least {least} as it is now"
+            )
+
     def acknowledge(self) -> None:
-        """The change is known."""
+        """The change is known, and whole."""
+        self._mixed = False
         self._stepped, self._versions, self._values = False, self._read(), self._sample()
 
 
 def check_update(module: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[Tensor, Tensor]:
-    """What to copy where, after checking names and shapes; RolloutError names what is wrong, and nothing has changed.
+    """What to copy where, after checking names, shapes and values; changes nothing. RolloutError names what is wrong.
 
     Names are those of the module's state dict. Tied weights need one of their names; given under several, they must
     be equal.
@@ -84,6 +111,8 @@ def check_update(module: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict
             raise RolloutError(f"update_weights: {name!r} has shape {tuple(given.shape)}, not {tuple(target.shape)}")
         if given.is_floating_point() != target.is_floating_point():
             raise RolloutError(f"update_weights: {name!r} is {given.dtype}, not {target.dtype}")
+        if not _fits(given.detach(), target.dtype):
+            raise RolloutError(f"update_weights: {name!r} holds NaN or an infinity (in {target.dtype})")
         earlier = copies.get(target)
         if earlier is not None and not torch.equal(earlier, given):
             raise RolloutError(f"update_weights: {name!r} is tied to another name, under which it has other values")
@@ -92,3 +121,11 @@ def check_update(module: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict
     if missing:
         raise RolloutError(f"update_weights: {missing[0]!r} is missing ({len(missing)} names in all)")
     return copies
+
+
+def _fits(values: Tensor, dtype: torch.dtype) -> bool:
+    """Whether floating-point values are finite, and stay so in dtype; others are not looked at."""
+    if not values.is_floating_point() or not values.numel():
+        return True
+    values = values.float() if values.dtype.itemsize == 1 else values  # float8 has no aminmax
+    return bool(torch.stack(values.aminmax()).to(dtype).isfinite().all())

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import gc
 import itertools
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -642,3 +643,58 @@ def test_stats_can_be_read_while_others_step(engine: RolloutEngine) -> None:
     seen, _ = together(watch, call)
     assert seen == sorted(seen)
     assert engine.stats().completion_tokens == 4 * 4 * 8
+
+
+# -- processes ------------------------------------------------------------------------------------------------------
+
+
+def refused_in_a_child(call: Callable[[], object]) -> bool:
+    """Whether a forked process gets the refusal, rather than wait for a thread that it does not have."""
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        try:
+            call()
+        except RolloutError as error:
+            os._exit(3 if "made in another process" in str(error) else 4)
+        finally:
+            os._exit(5)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
+def test_a_forked_process_is_told_to_make_its_own_engine() -> None:
+    with small_engine(shared_model("qwen3")) as engine, ThreadPoolExecutor(1) as pool:
+        begun, handle = engine.stream_rollouts(PROMPTS, 1, LENGTHS), engine.submit(PROMPTS[0], 1, SAMPLING)
+        next(begun)
+        calls: dict[str, Callable[[], object]] = {
+            "generate": lambda: engine.generate_rollouts(PROMPTS, 1),
+            "next": lambda: next(begun),
+            "submit": lambda: engine.submit(PROMPTS[0]),
+            "step": engine.step,
+            "abort": lambda: engine.abort(handle),
+            "fork": lambda: engine.fork(handle, 0),
+            "update": lambda: engine.update_weights({}),
+            "updated": engine.weights_updated,
+            "version": lambda: setattr(engine, "policy_version", 5),
+            "drain": engine.drain,
+            "release": engine.release_memory,
+            "restore": engine.restore_memory,
+            "close": engine.close,
+        }
+        held, done = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with engine._core.turns.lock:
+                held.set()
+                done.wait()
+
+        holding = pool.submit(hold)
+        held.wait()
+        try:
+            refused = {name: refused_in_a_child(call) for name, call in calls.items()}
+        finally:
+            done.set()
+        holding.result()
+        assert refused == dict.fromkeys(calls, True)
+        assert len(list(begun)) == len(PROMPTS) - 1

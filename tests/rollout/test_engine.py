@@ -26,6 +26,7 @@ from rollout import (
     generate_rollouts,
     use_engine,
 )
+from rollout.manifest import write_manifest
 from tiny_models import (
     ARCHITECTURES,
     EOS,
@@ -718,6 +719,7 @@ def test_generate_rollouts_without_a_model_prefers_a_warm_started_one(
     for age, (name, answer) in enumerate({"new": no, "old": no[::-1]}.items()):
         chain = chain_model({4: answer[0], answer[0]: answer[1]}, hidden=TEXT_VOCAB)
         directory = save_directory(tmp_path / "warm_start" / name, chain, tokenizer)
+        write_manifest(directory)
         os.utime(directory, (1e9 - age, 1e9 - age))
     with pytest.warns(UserWarning, match=r"warm-started by an earlier training run .*new"):
         (group,) = generate_rollouts(["!"], 2, max_new_tokens=2)

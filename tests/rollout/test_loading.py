@@ -451,9 +451,27 @@ def test_a_chat_template_that_is_no_text_is_named(directory: Path, template: Any
         ({"dtype": None, "torch_dtype": 5}, "torch_dtype=5: must be one of"),
         ({"dtype": "int8"}, "dtype='int8': must be one of"),
         ({"hidden_act": "nonsense"}, "hidden_act='nonsense': is no activation"),
-        ({"tie_word_embeddings": "no"}, "it describes no model .*tie_word_embeddings"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings='no': must be true or false"),
+        ({"attention_bias": "x"}, "attention_bias='x': must be true or false"),
+        ({"output_hidden_states": "x"}, "output_hidden_states='x': must be true or false"),
+        ({"use_cache": 1}, "use_cache=1: must be true or false"),
+        ({"torchscript": [True]}, r"torchscript=\[True\]: must be true or false"),
+        ({"return_dict": False}, "return_dict=False: must be true, or left out"),
+        ({"rope_parameters": {"rope_type": ["x"], "rope_theta": 1.0}}, r"rope_parameters.rope_type=\['x'\]: must be"),
+        (
+            {"rope_parameters": {"rope_type": {"a": 1}, "rope_theta": 1.0}},
+            "rope_parameters.rope_type={'a': 1}: must be",
+        ),
+        ({"rope_parameters": None, "rope_scaling": {"type": ["x"], "factor": 2.0}}, r"rope_scaling.type=\['x'\]: must"),
+        ({"pad_token_id": -2}, "pad_token_id=-2: must be in the vocabulary of 264"),
         ({"pad_token_id": 9999}, "pad_token_id=9999: must be in the vocabulary of 264"),
-        ({"layer_types": "x"}, "it describes no model .*layer_types"),
+        ({"layer_types": "x"}, "layer_types='x': must be a list of 2"),
+        ({"layer_types": ["full_attention"]}, r"layer_types=\['full_attention'\]: must be a list of 2"),
+        (
+            {"layer_types": ["linear_attention", "full_attention"]},
+            "layer_types=.*linear.*: must be a list of 2, of full",
+        ),
+        ({"sliding_window": 0}, "sliding_window=0: must be a whole number, at least 1"),
         ({"id2label": 5}, "it describes no model"),
         ({"attn_implementation": "x"}, "it describes no model .*attn_implementation"),
         ({"model_type": None}, "model_type=None is not supported"),
@@ -472,6 +490,35 @@ def test_a_value_that_makes_no_model_is_named(
     assert main([f"model={directory}", "gpu=1GiB"]) == 2
     out, errors = capsys.readouterr()
     assert (out, "config.json: " in errors, len(errors.splitlines())) == ("", True, 1), errors
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "qwen2"])
+@pytest.mark.parametrize(
+    "values",
+    [{}, {"sliding_window": 8}, {"use_sliding_window": True, "sliding_window": None}, {"use_sliding_window": False}],
+    ids=str,
+)
+def test_sliding_layers_need_a_window(tmp_path: Path, arch: str, values: dict[str, Any]) -> None:
+    directory = save_directory(tmp_path, random_model(arch, vocab_size=TEXT_VOCAB), byte_tokenizer())
+    edit_config(directory, layer_types=["sliding_attention", "full_attention"], **values)
+    assert "config.json: layer_types=['sliding_attention', 'full_attention']: sliding_attention" in refusal(directory)
+    edit_config(directory, use_sliding_window=True, sliding_window=8)
+    with small_engine(directory) as engine:
+        assert engine.generate_rollouts(["Hi!"], 1, greedy(3))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"output_attentions": True}, {"output_hidden_states": True}, {"torchscript": True}, {"pad_token_id": -1}],
+    ids=str,
+)
+def test_values_that_change_no_log_prob_are_taken(directory: Path, values: dict[str, Any]) -> None:
+    made = []
+    for _ in range(2):
+        with small_engine(directory) as engine:
+            made.append(engine.generate_rollouts(["Hi!"], 1, greedy(3))[0].rollouts[0].logprobs)
+        edit_config(directory, **values)
+    assert made[0] == made[1]
 
 
 # -- damaged weights ------------------------------------------------------------------------------------------------

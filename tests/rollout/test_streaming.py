@@ -1,6 +1,7 @@
 """Rollouts as they end, requests from anywhere, aborts and forks: blocks come back and results stay what they are."""
 
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
@@ -213,6 +214,23 @@ def test_only_a_running_completion_can_be_forked() -> None:
         assert _idle(engine)
 
 
+@pytest.mark.parametrize("kind", ["submitted", "forked", "ended"])
+def test_a_handle_of_another_engine_is_refused(kind: str) -> None:
+    """Its block numbers would read this engine's KV; what is its own goes on."""
+    with small_engine(shared_model("qwen3")) as engine, small_engine(shared_model("qwen3")) as other:
+        own, theirs = _begin(engine, 5, 4), _begin(other, 9, 4)
+        handle = other.fork(theirs, 0) if kind == "forked" else theirs
+        if kind == "ended":
+            other.abort(handle)
+        for call in (lambda: engine.fork(handle, 0), lambda: engine.abort(handle)):
+            with pytest.raises(RolloutError, match="this handle is of another engine"):
+                call()
+        assert handle.done == (kind == "ended")
+        engine.abort(own)
+        engine.abort(own)
+        assert _idle(engine)
+
+
 # -- weights ------------------------------------------------------------------------------------------------------
 
 
@@ -258,6 +276,13 @@ def test_an_explicit_update_equals_a_fresh_engine() -> None:
         (lambda tensors: tensors.update(extra=torch.zeros(1)), "has no 'extra'"),
         (lambda tensors: tensors.update({"lm_head.weight": torch.zeros(3)}), r"'lm_head.weight' has shape \(3,\)"),
         (lambda tensors: tensors.update({"model.norm.weight": torch.zeros(96, dtype=torch.int64)}), "is torch.int64"),
+        (lambda tensors: tensors["lm_head.weight"][3, 5].fill_(torch.nan), "'lm_head.weight' holds NaN or an infinity"),
+        (lambda tensors: tensors["model.norm.weight"][-1].fill_(torch.inf), "'model.norm.weight' holds NaN"),
+        (lambda tensors: tensors["model.norm.weight"][0].fill_(-torch.inf), "'model.norm.weight' holds NaN"),
+        (
+            lambda tensors: tensors.update({"model.norm.weight": torch.full((96,), 1e39, dtype=torch.float64)}),
+            r"'model.norm.weight' holds NaN or an infinity \(in torch.float32\)",
+        ),
     ],
 )
 def test_a_wrong_update_changes_nothing(change: Any, message: str) -> None:
@@ -269,6 +294,45 @@ def test_a_wrong_update_changes_nothing(change: Any, message: str) -> None:
             engine.update_weights(tensors)
         assert engine.policy_version == 0
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("version", [None, "x", -1, 1.5, True, 2, float("nan")], ids=str)
+def test_a_version_only_rises(version: Any) -> None:
+    with small_engine(shared_model("qwen3")) as engine:
+        engine.policy_version = 3
+        with pytest.raises(RolloutError, match=f"policy_version={version!r}: must be a whole number, at least 3"):
+            engine.policy_version = version
+        engine.policy_version = 3
+        assert engine.policy_version == 3
+
+
+@pytest.mark.parametrize("copied", [0, 1, 20])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_weights_that_an_interrupt_left_mixed_are_not_served(
+    monkeypatch: pytest.MonkeyPatch, copied: int, error: type[BaseException]
+) -> None:
+    new, copy, calls = _scrambled(1), torch.Tensor.copy_, iter(range(1000))
+
+    def interrupted(*arguments: Any) -> torch.Tensor:
+        if next(calls) == copied:
+            raise error
+        return copy(*arguments)
+
+    with small_engine(random_model("qwen3")) as engine, small_engine(random_model("qwen3", seed=1)) as fresh:
+        waiting = engine.submit([1, 2], 1, SAMPLING)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "copy_", interrupted)
+            with pytest.raises(error):
+                engine.update_weights(new)
+        new_version = partial(setattr, engine, "policy_version", 7)
+        for call in (lambda: engine.submit([1]), engine.step, engine.weights_updated, new_version):
+            with pytest.raises(RolloutError, match="update_weights was broken off"):
+                call()
+        engine.update_weights(new)
+        _run(engine, waiting)
+        (expected,) = fresh.generate_rollouts([[1, 2]], 1, SAMPLING)
+    assert waiting.rollouts[0].logprobs == expected.rollouts[0].logprobs
+    assert waiting.rollouts[0].policy_version == 1
 
 
 def test_tied_weights_may_come_under_one_name_or_equal_under_both() -> None:
