@@ -9,7 +9,7 @@ import types
 import unicodedata
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -163,18 +163,6 @@ def text_keys(node: type = TrainerConfig, prefix: str = "") -> dict[str, bool]:
             found |= text_keys(kind, f"{prefix}{name}.")
         elif kind is str or (isinstance(kind, types.UnionType) and str in get_args(kind)):
             found[prefix + name] = kind is not str
-    return found
-
-
-def open_keys(node: type = TrainerConfig, prefix: str = "") -> set[str]:
-    """Every key whose value is a mapping with keys of the user's choosing, by its full name."""
-    found = set[str]()
-    for name, kind in get_type_hints(node).items():
-        if is_dataclass(kind):
-            assert isinstance(kind, type)
-            found |= open_keys(kind, f"{prefix}{name}.")
-        elif get_origin(kind) is dict:
-            found.add(prefix + name)
     return found
 
 

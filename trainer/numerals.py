@@ -42,8 +42,8 @@ def last_number(text: str) -> Number | None:
     r"""The number in the last `\boxed{}`, if there is one, else the last number of the text.
 
     None if there is none, if the box holds anything but one number, or if what comes last is an expression that is not
-    a number written out (`\sqrt{2}`, `\pm 3`, `\pi/2`, `1/2/3`, `1/0`), or part of something else (`12:30`, `3:2`, `5k`,
-    `5 and a half`, `12,34,567`).
+    a number written out (`\sqrt{2}`, `\pm 3`, `\pi/2`, `1/2/3`, `1/0`), or part of something else (`12:30`, `3:2`,
+    `5k`, `5 and a half`, `12,34,567`).
     """
     folded = fold(text)
     box = boxed(folded)

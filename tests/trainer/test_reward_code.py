@@ -1,7 +1,6 @@
 """A reward leaves the process as it found it, and no child of it goes on with the run."""
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -55,7 +54,7 @@ def test_what_it_changes_before_it_fails_is_put_back(tmp_path: Path, change: str
     assert _state() == before
 
 
-class _Mute(Exception):
+class _MuteError(Exception):
     def __str__(self) -> str:
         raise RuntimeError("no text")
 
@@ -64,12 +63,14 @@ class _Mute(Exception):
 
 def test_error_without_a_message_still_names_function_and_row() -> None:
     def judge(completions: list[str]) -> list[float]:
-        raise _Mute
+        raise _MuteError
 
-    with pytest.raises(RolloutError, match=r"reward judge raised _Mute: .*__str__ raised RuntimeError.* rows\.jsonl:7"):
+    with pytest.raises(
+        RolloutError, match=r"reward judge raised _MuteError: .*__str__ raised RuntimeError.* rows\.jsonl:7"
+    ):
         score(judge, [ROW], [GROUP])
-    with pytest.raises(RolloutError, match=r"reward <lambda> returned a value of type _Mute .* rows\.jsonl:7"):
-        score(lambda completions: [_Mute()], [ROW], [GROUP])  # type: ignore[list-item]
+    with pytest.raises(RolloutError, match=r"reward <lambda> returned a value of type _MuteError .* rows\.jsonl:7"):
+        score(lambda completions: [_MuteError()], [ROW], [GROUP])  # type: ignore[list-item]
 
 
 # -- children -----------------------------------------------------------------------------------------------------
