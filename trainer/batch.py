@@ -74,7 +74,7 @@ def _batch(
     repeated = [advantage for _, rollout, advantage in chosen for _ in rollout.completion_ids]
     return TrainingBatch(
         pack=build_pack(token_lists, layer, device, exact=exact),
-        rollout_logprobs=torch.tensor(logprobs, device=device),
-        advantages=torch.tensor(repeated, device=device),
+        rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32, device=device),
+        advantages=torch.tensor(repeated, dtype=torch.float32, device=device),
         loss_mask=torch.ones(len(logprobs), dtype=torch.bool, device=device),
     )

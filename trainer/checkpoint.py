@@ -43,6 +43,8 @@ METRICS_ASIDE = "metrics.before-resume.jsonl"
 
 _NAME = re.compile(r"step-(\d{6}|[1-9]\d{6,})", re.ASCII)
 _WRITING, _REPLACED, _DROPPED = ".writing-", ".replaced-", ".dropped-"
+_LEFT = re.compile(r"\.(?:writing|replaced|dropped)-(?:\d{6}|[1-9]\d{6,})", re.ASCII)
+"""What a process that died may have left; anything else is somebody's."""
 _PATHS = {"model.path", "task.path", "task.eval_path", "reward.path"}
 """Compared by what is in them, not by name."""
 
@@ -85,13 +87,18 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
 def recover(run_dir: Path) -> None:
     """Finish what a process that died in the middle of it began; for the one process that has the folder."""
     root = checkpoint_root(run_dir)
-    for old in root.glob(f"{_REPLACED}*"):
-        target = root / f"step-{old.name.removeprefix(_REPLACED)}"
-        if not target.exists():
-            old.rename(target)
-    for kind in (_WRITING, _REPLACED, _DROPPED):
-        for left in root.glob(f"{kind}*"):
-            shutil.rmtree(left)
+    left = [path for path in (root.iterdir() if root.is_dir() else ()) if _LEFT.fullmatch(path.name)]
+    for path in left:
+        if not path.is_dir():
+            raise ConfigError(f"run_dir: {path} is no folder, and the run makes one of that name; move it away")
+    for path in left:
+        target = root / f"step-{path.name.rpartition('-')[2]}"
+        if path.name.startswith(_REPLACED) and not target.exists():
+            path.rename(target)
+        elif path.is_symlink():
+            path.unlink()
+        else:
+            shutil.rmtree(path)
 
 
 def _drop(path: Path) -> None:

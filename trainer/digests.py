@@ -4,13 +4,13 @@ import hashlib
 import json
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 
 from transformers import PreTrainedTokenizerBase
 
 from trainer.config import ConfigError, TrainerConfig
+from trainer.reward_loading import REWARD_MODULE
 from trainer.rows import Row
 from trainer.tasks import Task
 
@@ -84,18 +84,26 @@ def rows_digest(rows: Sequence[Row]) -> str:
 
 
 def reward_digest(path: str) -> str:
-    """Of the function's name and the sources that it is made of: its module, and what that imports from its folder."""
+    """Of the name of a function that is loaded, and the sources that it may be made of.
+
+    These are the loaded modules whose files lie in its file's folder or below, for a module of a package in the
+    package's; installed packages and other reward files apart. Modules that are first imported when it is called, and
+    data files, cannot be known.
+    """
     module_name, _, name = path.rpartition(":") if ":" in path else path.rpartition(".")
     if module_name.endswith(".py"):
-        file = Path(module_name).expanduser()
-        module = next((m for m in list(sys.modules.values()) if _source(m) == file.resolve()), None)
+        file: Path | None = Path(module_name).expanduser().resolve()
+        levels = 0
     else:
-        module = sys.modules.get(module_name)
-    root, digest = _source(module), hashlib.sha256(name.encode())
-    for source in sorted(_sources(module)):
-        assert root is not None
-        text = source.read_bytes()
-        digest.update(f"{source.relative_to(root.parent)} {len(text)}\n".encode() + text)
+        file = _source(sys.modules.get(module_name))
+        # a module a.b.c lies two folders below that of a, if it is a package itself in one of its own
+        levels = max(0, module_name.count(".") - 1 + (file is not None and file.name == "__init__.py"))
+    digest = hashlib.sha256(name.encode())
+    if file is not None:
+        root = file.parents[levels]
+        for source in sorted(_neighbours(root) | {file}):
+            text = source.read_bytes()
+            digest.update(f"{source.relative_to(root)} {len(text)}\n".encode() + text)
     return digest.hexdigest()
 
 
@@ -104,27 +112,16 @@ def _source(module: object) -> Path | None:
     return Path(file).resolve() if isinstance(file, str) and file.endswith(".py") else None
 
 
-def _sources(module: ModuleType | None) -> set[Path]:
-    """Files of a module and of what it imports from its own folder; not of packages that are installed there."""
-    root, found = _source(module), set[Path]()
-    waiting = [module]
-    while root is not None and waiting:
-        current = waiting.pop()
-        source = _source(current)
-        if source is None or source in found or not source.is_relative_to(root.parent):
+def _neighbours(root: Path) -> set[Path]:
+    """Files of the loaded modules at root and below; not of packages that are installed there, nor of reward files."""
+    found = set[Path]()
+    for name, module in list(sys.modules.items()):
+        source = _source(module)
+        if source is None or not source.is_relative_to(root) or name.startswith(REWARD_MODULE):
             continue
-        if not _INSTALLED.isdisjoint(source.relative_to(root.parent).parts):
-            continue
-        found.add(source)
-        waiting += _imported(current)
+        if name.split(".")[0] not in _NOT_THE_USER_S and _INSTALLED.isdisjoint(source.relative_to(root).parts):
+            found.add(source)
     return found
-
-
-def _imported(module: ModuleType | None) -> Iterator[ModuleType]:
-    for value in list(vars(module).values()):
-        owner = value if isinstance(value, ModuleType) else sys.modules.get(str(getattr(value, "__module__", None)))
-        if owner is not None and owner.__name__.split(".")[0] not in _NOT_THE_USER_S:
-            yield owner
 
 
 def files_digest(paths: Iterable[Path]) -> str:

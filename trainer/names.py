@@ -1,35 +1,67 @@
 """The command line as it was typed: Hydra takes 1e3 for a number where a name was meant, and the last of two values."""
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import is_dataclass
+from typing import Any, get_origin, get_type_hints
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 
-from trainer.config import ConfigError, text_keys
+from trainer.config import ConfigError, TrainerConfig, text_keys
 
 _OWN_KEYS = ("name", "run_dir", "resume")
 
 
 def as_typed(arguments: Sequence[str]) -> list[str]:
-    """The arguments, with every number or truth value that is given to a text key in quotes.
+    """The arguments, with quotes round numbers and truth values for text keys, and `++` where keys are free.
 
-    Raises ConfigError if a key or a group is given twice. What Hydra cannot read is left to it.
+    Raises ConfigError if a key or a group is given twice, alone or inside a mapping, or deleted. What Hydra cannot read
+    is left to it.
     """
-    text, given, typed = text_keys(), dict[str, str](), []
+    text, free = text_keys(), tuple(f"{key}." for key in _open_keys())
+    given, typed = dict[str, str](), []
     for argument in arguments:
         override = _parsed(argument)
         if override is not None:
             key = override.key_or_group
-            if key in given:
-                raise ConfigError(f"{key}: is given twice, as {given[key]!r} and as {argument!r}; give it once")
-            given[key] = argument
-            if key in text and not override.is_sweep_override() and isinstance(override.value(), bool | int | float):
-                before, _, value = argument.partition("=")
-                argument = f"{before}={_quoted(value.strip())}"
+            value = None if override.is_sweep_override() else override.value()
+            inside = list(_leaves(key, value))
+            for leaf in inside:
+                if leaf in given:
+                    raise ConfigError(f"{leaf}: is given twice, as {given[leaf]!r} and as {argument!r}; give it once")
+            given |= dict.fromkeys(inside, argument)
+            if override.is_delete() and not key.startswith("hydra"):
+                raise ConfigError(f"{key}: cannot be left out, as {argument!r} asks; give it a value")
+            if not argument.startswith("+") and any(leaf.startswith(free) for leaf in inside):
+                argument = f"++{argument}"  # Hydra refuses keys that conf/ has not, also where any may be
+            if key in text and isinstance(value, bool | int | float):
+                before, _, written = argument.partition("=")
+                argument = f"{before}={_quoted(written.strip())}"
         typed.append(argument)
     return typed
+
+
+def _open_keys(node: type = TrainerConfig, prefix: str = "") -> set[str]:
+    """Every key whose value is a mapping with keys of the user's choosing, by its full name."""
+    found = set[str]()
+    for name, kind in get_type_hints(node).items():
+        if is_dataclass(kind):
+            assert isinstance(kind, type)
+            found |= _open_keys(kind, f"{prefix}{name}.")
+        elif get_origin(kind) is dict:
+            found.add(prefix + name)
+    return found
+
+
+def _leaves(key: str, value: Any) -> Iterator[str]:
+    """The key, or the full names of what a mapping that is given to it holds."""
+    if not isinstance(value, dict) or not value:
+        yield key
+        return
+    for name, inner in value.items():
+        yield from _leaves(f"{key}.{name}", inner)
 
 
 def command_line(arguments: Sequence[str], **values: str | None) -> str:

@@ -42,17 +42,18 @@ def last_number(text: str) -> Number | None:
     r"""The number in the last `\boxed{}`, if there is one, else the last number of the text.
 
     None if there is none, if the box holds anything but one number, or if what comes last is an expression that is not
-    a number written out (`\sqrt{2}`, `\pm 3`, `\pi/2`, `1/2/3`, `1/0`).
+    a number written out (`\sqrt{2}`, `\pm 3`, `\pi/2`, `1/2/3`, `1/0`), or part of something else (`12:30`, `3:2`,
+    `5k`, `5 and a half`, `12,34,567`).
     """
     folded = fold(text)
     box = boxed(folded)
     if box is not None:
         return _single(box)
     last = None
-    for token in _TOKEN.finditer(without_latex(folded)):
+    for token in _TOKEN.finditer(_without_brackets(without_latex(folded))):
         if token["word"] is None:
             last = token
-    return None if last is None else _value(last)[0]
+    return None if last is None or _is_part(last) else _value(last)[0]
 
 
 def single_number(answer: Any) -> Number | None:
@@ -111,8 +112,29 @@ _TOKEN = re.compile(
 _FIRST_GROUP = re.compile("[1-9][0-9]{0,2}")
 _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _OPERATOR = re.compile(r"[-+*/^<>|!_\\]")
-_UNIT = re.compile(r"(?:[mgshlLtJNWVAKCFdk]|[A-Za-z]{2,})(?:\^.*)?")
+_PLUS = re.compile(r"[($€£¥₹\s]*+\+\s?(?=[$€£¥₹({\\.0-9])")
+_BRACKETS = re.compile(
+    rf"(?<![\w)\]}}.])\(\s?(?P<top>[-+]?\s?{_RUN})\s?\)(?=\s?/)|/\s?\(\s?(?P<bottom>[-+]?\s?{_RUN})\s?\)(?!\s?[*^!])"
+)
+_COLON = re.compile(r"[0-9](?:\s:\s|:)\Z")
+_BEHIND = re.compile(
+    r"(?:[kKMBT]|[bmt]n)(?![A-Za-z])|\s(?i:dozens?\b|and\s(?:an?|one|two|three|[0-9]++)[\s-]"
+    r"(?:half|halves|third|quarter|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth)s?\b)"
+)
+"""Behind a number it makes another of it: thousands, millions and so on, dozens, and fractions in words."""
+_UNIT = re.compile(r"(?:[mgshlLtJNWVACFd]|[A-Za-z]{2,})(?:\^.*)?")
 """What may stand directly behind a single number: other letters are variables, as in 2x."""
+
+
+def _without_brackets(text: str) -> str:
+    """(-3)/4 and 3/(-4) as -3/4 and 3/-4."""
+    return _BRACKETS.sub(lambda found: found["top"] or f"/{found['bottom'].replace(' ', '')}", text)
+
+
+def _is_part(token: re.Match[str]) -> bool:
+    """Whether a number is part of a time, a ratio, or a number that goes on in letters."""
+    before = token.string[max(0, token.start() - 4) : token.start()]
+    return _COLON.search(before) is not None or _BEHIND.match(token.string, token.end()) is not None
 
 
 def _single(folded: str) -> Number | None:
@@ -120,7 +142,9 @@ def _single(folded: str) -> Number | None:
     sides = without_latex(folded).split("=")
     if len(sides) > 2:
         return None
-    text = sides[-1].strip("*_`\"' \n")
+    text = _without_brackets(sides[-1].strip("*_`\"' \n"))
+    plus = _PLUS.match(text)
+    text = text if plus is None else plus[0].replace("+", "") + text[plus.end() :]
     found: re.Match[str] | None = None
     end, after_word = 0, False
     for token in _TOKEN.finditer(text):
@@ -137,7 +161,9 @@ def _single(folded: str) -> Number | None:
         else:
             found = token
         end, after_word = token.end(), is_word
-    if found is None or _OPERATOR.search(text[end:]):
+    if found is None or _OPERATOR.search(text[end:]) or _is_part(found):
+        return None
+    if found["minus"] is not None and not _is_negative(found):  # x - 5
         return None
     number, alone = _value(found)
     return number if alone else None
@@ -151,10 +177,13 @@ def _value(token: re.Match[str]) -> tuple[Number | None, bool]:
     if value is None:
         return None, False
     value *= _SCALES.get((token["scale"] or "").lower(), 1)
-    minus = token["minus"] is not None and is_sign(
+    return Number(-value if _is_negative(token) else value, token["percent"] is not None), alone
+
+
+def _is_negative(token: re.Match[str]) -> bool:
+    return token["minus"] is not None and is_sign(
         token.string, token.start("minus"), spaced=token.string[token.end("minus")].isspace()
     )
-    return Number(-value if minus else value, token["percent"] is not None), alone
 
 
 def _magnitude(token: re.Match[str]) -> tuple[Fraction | None, bool]:
@@ -209,7 +238,7 @@ def _digits(run: str) -> tuple[str | None, bool]:
     if len(kinds) == 1 and "." not in kinds and _FIRST_GROUP.fullmatch(groups[0]) and {*map(len, grouped)} == {3}:
         whole = "".join(groups[: len(thousands) + 1])
         return (whole if thousands is separators else f"{whole}.{groups[-1]}"), True
-    if kinds & {"_", "."}:  # a number in another base, a version, a date
+    if kinds & {"_", "."} or 3 in map(len, grouped):  # a number in another base, a version, a date; 12,34,567
         return None, False
     return re.split(f"[,'{NO_BREAK}]", run)[-1], False
 

@@ -68,7 +68,7 @@ class MasterAdamW:
         for master in self.masters.values():
             # made now, not by the first step, so that memory that lasts for one step lasts for all
             self._adamw.state[master] = {
-                "step": torch.zeros((), device=master.device),
+                "step": torch.zeros((), dtype=torch.float32, device=master.device),
                 "exp_avg": torch.zeros_like(master),
                 "exp_avg_sq": torch.zeros_like(master),
             }
@@ -89,7 +89,7 @@ class MasterAdamW:
         Without any gradient (nothing counted in the loss) nothing moves, moments included.
         """
         gradients = [m.grad for m in self.masters.values() if m.grad is not None]
-        norm = nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
+        norm = nn.utils.get_total_norm(gradients) if gradients else torch.zeros((), dtype=torch.float32)
         if not math.isfinite(norm):
             raise FloatingPointError(f"gradient norm is {float(norm)}; the weights were left as they are")
         if norm > 0.0:

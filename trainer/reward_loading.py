@@ -14,10 +14,13 @@ from types import ModuleType
 from typing import Any
 
 from trainer.config import ConfigError
+from trainer.reward_code import users_code
 from trainer.rows import Row
 from trainer.tasks import RewardFunction
 
 _LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+REWARD_MODULE = "cowroll_reward_"
+"""What names of modules begin with that were made of reward files."""
 _OURS = str(Path(__file__).parent) + os.sep
 
 
@@ -25,7 +28,8 @@ def load_reward(path: str) -> RewardFunction:
     """A function of one's own: `package.module:function` (or `package.module.function`) or `FILE.py:function`.
 
     FILE.py is imported as if it were run: the files beside it can be imported, now and later. Raises ConfigError if
-    the function is not there, cannot be called with lists, or importing it fails in any way, `exit()` included.
+    the function is not there, cannot be called with lists, or importing it fails in any way, `exit()` included. What
+    the import sets of torch, and the working directory, are put back.
     """
     module_name, _, name = path.rpartition(":") if ":" in path else path.rpartition(".")
     if not module_name or not name:
@@ -34,8 +38,9 @@ def load_reward(path: str) -> RewardFunction:
     if file is not None and not file.is_file():
         raise ConfigError(f"reward.path={path!r}: file {module_name!r} does not exist")
     try:
-        module = importlib.import_module(module_name) if file is None else _import_file(file.resolve())
-        function = getattr(module, name, None)
+        with users_code(repr(path)):
+            module = importlib.import_module(module_name) if file is None else _import_file(file.resolve())
+            function = getattr(module, name, None)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a user's code may raise anything
@@ -71,7 +76,10 @@ def raised_at(error: BaseException) -> str | None:
 
 def described(error: BaseException) -> str:
     """Its type and its message on one line."""
-    message = " ".join(str(error).split())
+    try:
+        message = " ".join(str(error).split())
+    except Exception as another:  # noqa: BLE001 - a user's own type
+        message = f"(its message cannot be had: __str__ raised {type(another).__name__})"
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
@@ -100,7 +108,7 @@ _folders: set[Path] = set()
 def _import_file(file: Path) -> ModuleType:
     """The file as a module of its own, whatever other files of that name are loaded, with its folder on sys.path."""
     digest = hashlib.sha256(str(file).encode()).hexdigest()[:8]
-    spec = importlib.util.spec_from_file_location(f"cowroll_reward_{file.stem}_{digest}", file)
+    spec = importlib.util.spec_from_file_location(f"{REWARD_MODULE}{file.stem}_{digest}", file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -9,6 +9,7 @@ import numpy as np
 
 from rollout import RolloutError, RolloutGroup
 from trainer.config import RewardConfig
+from trainer.reward_code import users_code
 from trainer.reward_loading import check_arguments, described, load_reward, raised_at, reward_name
 from trainer.rows import SHUFFLE_PURPOSE, Row, permutation
 from trainer.tasks import RewardFunction, Task, check_answers, exact_match, numeric
@@ -41,7 +42,7 @@ def score(function: RewardFunction, rows: Sequence[Row], groups: Sequence[Rollou
     The function gets copies, so that what it does to its arguments stays with it. It may take only the arguments it
     needs; a row's further fields come under their own names. Raises RolloutError, with the function and the row, if it
     returns a wrong count or what is not finite, and for whatever it raises but KeyboardInterrupt: `exit()` in a reward
-    ends a run no better than an error does.
+    ends a run no better than an error does. What it sets of torch, and the working directory, are put back.
     """
     if not groups:
         return []
@@ -78,7 +79,8 @@ def _called(function: RewardFunction, rows: Sequence[Row], groups: Sequence[Roll
     names = dict.fromkeys(name for row in rows for name in row.columns)
     arguments = _arguments(function, rows, groups, names)
     try:
-        return _plain(function(**arguments))
+        with users_code(reward_name(function)):
+            return _plain(function(**arguments))
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a user's code may raise anything
@@ -94,7 +96,8 @@ def _failing(
     """Which row a failed call fails for, found by calling the function again with one row's completions at a time."""
     for row, group in zip(rows, groups, strict=True):
         try:
-            _plain(function(**_arguments(function, [row], [group], names)))
+            with users_code(reward_name(function)):
+                _plain(function(**_arguments(function, [row], [group], names)))
         except KeyboardInterrupt:
             raise
         except BaseException:  # noqa: BLE001 - whatever it is, it is this row's
@@ -140,7 +143,7 @@ def _is_finite(value: Any) -> bool:
 def _shown(value: Any) -> str:
     try:
         text = repr(value)
-    except ValueError:  # an integer of more digits than Python writes
+    except Exception:  # noqa: BLE001 - an integer of more digits than Python writes, or a user's own type
         text = f"a value of type {type(value).__name__}"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 

@@ -44,10 +44,15 @@ class RunFolder:
             if isinstance(error, ConfigError) or not isinstance(error, OSError | ValueError | RuntimeError):
                 raise
             reason = getattr(error, "strerror", None) or error
+            place = getattr(error, "filename", None)
+            if place is not None and str(place) != str(self.path):
+                reason = f"{reason} ({place})"
             raise ConfigError(f"run_dir: {run_dir} cannot be made and written to: {reason}") from error
 
     def _take_lock(self) -> IO[str]:
         path = self.path / ".lock"
+        if path.is_dir():
+            raise ConfigError(f"run_dir: {path} is a folder, and the run writes a file of that name")
         while True:
             lock = path.open("a+")
             try:

@@ -1,7 +1,8 @@
 """SIGINT, SIGTERM and SIGHUP: a run ends in order, and the exit status says by which (128 and the signal's number).
 
 While there is nothing to lose (imports, closing) a signal ends the process at once. In a run it raises Interrupted,
-where a step is being written down only after that; a second signal does not wait.
+where a step is being written down only after that; a second signal does not wait. All this is for the run's process
+alone, not for children that a reward forks.
 """
 
 import os
@@ -28,6 +29,7 @@ class Interrupts:
     def __init__(self) -> None:
         self._raises = self._holds = False
         self._received: int | None = None
+        os.register_at_fork(after_in_child=self._let_go)
 
     @contextmanager
     def handled(self) -> Iterator[None]:
@@ -61,6 +63,13 @@ class Interrupts:
         self._holds = False
         if self._received is not None:
             raise Interrupted(self._received)
+
+    def _let_go(self) -> None:
+        """In a forked child: a signal ends it, as it does any process, and is none of the run's."""
+        for signum in _HANDLED:
+            if signal.getsignal(signum) == self._handle:
+                signal.signal(signum, signal.SIG_DFL)
+        self._received = None
 
     def _handle(self, signum: int, _: FrameType | None) -> None:
         first, self._received = self._received is None, signum

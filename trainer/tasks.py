@@ -105,8 +105,25 @@ def _with_all_fields(rows: list[Row]) -> list[Row]:
 
 
 def _prompt_key(row: Row) -> str:
-    """Equal for equal prompts."""
-    return json.dumps(row.prompt, sort_keys=True)
+    """Equal for prompts that say the same: null is as good as left out, and text as its parts."""
+    messages = row.prompt if isinstance(row.prompt, str) else [_plain_message(message) for message in row.prompt]
+    return json.dumps(messages, sort_keys=True)
+
+
+def _plain_message(message: dict[str, Any]) -> Any:
+    plain = _without_nulls(message)
+    parts = plain.get("content")
+    if isinstance(parts, list) and all(
+        isinstance(part, dict) and part.keys() == {"type", "text"} and isinstance(part["text"], str) for part in parts
+    ):
+        plain["content"] = "".join(part["text"] for part in parts)
+    return plain
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _held_out(rows: list[Row], config: TaskConfig, seed: int) -> set[int]:

@@ -116,3 +116,18 @@ def test_the_trainer_sees_the_generators_log_probs_bit_for_bit(options: dict[str
     with torch.no_grad():
         next(view.parameters())[:, 0] += 0.1
     assert not torch.equal(score_tokens(view, batch.pack, sampling).logprobs, batch.rollout_logprobs)
+
+
+def test_a_user_s_default_dtype_takes_no_digits() -> None:
+    group = _group([1, 2], [[3], [4]])
+    group.rollouts[0].logprobs[0] = group.rollouts[1].logprobs[0] = -0.123456789
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        layer = LayerGroup.of(tiny_models.shared_model("qwen3").config, torch.float32)
+        given = torch.tensor([[0.7071067, -0.7071067]], dtype=torch.float32)
+        (batch,) = micro_batches([group], given, layer, torch.device("cpu"), max_tokens=99, exact=True)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert batch.rollout_logprobs.dtype == batch.advantages.dtype == torch.float32
+    assert batch.rollout_logprobs.equal(torch.full((2,), -0.123456789))
+    assert batch.advantages.equal(given[0])

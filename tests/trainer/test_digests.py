@@ -62,6 +62,7 @@ def test_smaller_file_is_read_whole(tmp_path: Path, place: int) -> None:
     assert _sparse(tmp_path / "a", size, place) != _sparse(tmp_path / "a", size)
 
 
+BELOW_A = {"mine_a/__init__.py", "mine_a/rewards.py", "mine_a/deep/__init__.py", "mine_a/deep/parts.py"}
 PACKAGE = {
     "mine_a/__init__.py": "",
     "mine_a/rewards.py": "import json\nimport numpy\nfrom mine_a.deep.parts import part\ndef f(completions): ...\n",
@@ -69,6 +70,13 @@ PACKAGE = {
     "mine_a/deep/parts.py": "from mine_b import other\ndef part(): ...\n",
     "mine_b.py": "def other(): ...\n",
     "lib/site-packages/installed_c.py": "x = 1\n",
+    "mine_consts.py": "W = 1\n",
+    "mine_late.py": "",
+    "mine_table.py": "import mine_kept\nTABLE = {'f': mine_kept.g}\n",
+    "mine_kept.py": "def g(): ...\n",
+    "mine_unused.py": "",
+    "rich.py": "from mine_consts import W\nfrom mine_table import TABLE\nimport mine_late as _\ndel _\n"
+    "def f(completions):\n    import mine_late\n",
     "flat.py": "import installed_c\nimport mine_b as helper\ndef f(completions): ...\ndef g(completions): ...\n",
 }
 
@@ -88,8 +96,10 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("path", "inside"),
     [
-        ("mine_a.rewards:f", {"mine_a/rewards.py", "mine_a/deep/parts.py"}),
-        ("mine_a.rewards.f", {"mine_a/rewards.py", "mine_a/deep/parts.py"}),
+        ("mine_a.rewards:f", BELOW_A),
+        ("mine_a.rewards.f", BELOW_A),
+        ("mine_a.deep.parts:part", BELOW_A - {"mine_a/rewards.py"}),
+        ("rich.py:f", {"rich.py", "mine_consts.py", "mine_late.py", "mine_table.py", "mine_kept.py"}),
         ("flat.py:f", {"flat.py", "mine_b.py"}),
     ],
 )
@@ -108,3 +118,11 @@ def test_reward_is_its_module_and_what_lies_beside(package: Path, path: str, ins
 def test_another_function_of_the_same_file_is_another_reward(package: Path) -> None:
     load_reward(f"{package}/flat.py:f")
     assert digests.reward_digest(f"{package}/flat.py:f") != digests.reward_digest(f"{package}/flat.py:g")
+
+
+def test_another_reward_of_the_folder_is_no_part_of_it(package: Path) -> None:
+    load_reward(f"{package}/flat.py:f")
+    before = digests.reward_digest(f"{package}/flat.py:f")
+    (package / "other.v2.py").write_text("def f(completions): ...\n")
+    load_reward(f"{package}/other.v2.py:f")
+    assert digests.reward_digest(f"{package}/flat.py:f") == before

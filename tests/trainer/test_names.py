@@ -85,9 +85,12 @@ def test_what_yaml_took_for_something_else_is_refused(value: object) -> None:
         (["++optim.lr=1", "optim.lr=2"], "optim.lr"),
         (["model=tiny", "model=hf"], "model"),
         (["experiment=smoke", "experiment=null"], "experiment"),
-        (["~tracking", "tracking=none"], "tracking"),
+        (["tracking=wandb", "tracking=none"], "tracking"),
         (['name="a,b"', "name=b"], "name"),
         (["hydra.verbose=true", "hydra.verbose=false"], "hydra.verbose"),
+        (["optim.lr=1e-3", "optim={lr:5e-5}"], "optim.lr"),
+        (["+optim={beta1:0.5,lr:1}", "optim.lr=1"], "optim.lr"),
+        (["task={eval_rows:1,path:a}", "task.path=b"], "task.path"),
     ],
 )
 def test_a_key_given_twice_is_refused(arguments: list[str], key: str) -> None:
@@ -95,10 +98,38 @@ def test_a_key_given_twice_is_refused(arguments: list[str], key: str) -> None:
         as_typed(arguments)
 
 
+@pytest.mark.parametrize("argument", ["~optim.lr", "~optim", "~task.kind=arithmetic", "~task.chat_template_kwargs.a"])
+def test_a_key_that_is_deleted_is_refused(argument: str) -> None:
+    key = argument[1:].partition("=")[0]
+    with pytest.raises(ConfigError, match=rf"^{key}: cannot be left out, as '{argument}' asks; give it a value$"):
+        as_typed([argument])
+
+
+@pytest.mark.parametrize("sign", ["", "+", "++"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["task.chat_template_kwargs={enable_thinking:false,level:{a:1}}"],
+        ["task.chat_template_kwargs.enable_thinking=false", "task.chat_template_kwargs.level.a=1"],
+        ["task={chat_template_kwargs:{enable_thinking:false,level:{a:1}}}"],
+    ],
+)
+def test_keys_of_the_chat_template_are_free(given: list[str], sign: str) -> None:
+    config = _parse(*(sign + argument for argument in given))
+    assert config.task.chat_template_kwargs == {"enable_thinking": False, "level": {"a": 1}}
+
+
+def test_no_other_keys_are() -> None:
+    with pytest.raises(ConfigError, match=r"^task\.nosuch: "):
+        _parse("task={chat_template_kwargs:{a:1},nosuch:1}")
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
         ["optim=hf", "optim.lr=1"],
+        ["optim={lr:1}", "optim.beta1=0.5"],
+        ["task.chat_template_kwargs={}", "hydra={verbose:true}"],
         ["--config-dir", "here", "--config-name", "here", "steps=1"],
         ["task.path=a=b.jsonl", "task.path=a=b.jsonl"],  # Hydra's to refuse
         ["--multirun", "name=1,2"],

@@ -103,3 +103,13 @@ def test_answer_that_is_no_number_ends_with_2(run: Command, held_out: bool) -> N
     file = "eval.jsonl" if held_out else "train.jsonl"
     assert (status, printed.count("\n")) == (2, 1)
     assert f"error: reward=numeric: {file}:2 ('p'): answer '1, 2' is not a single number" in printed
+
+
+def test_child_that_comes_out_of_a_reward_trains_nothing(run: Command, tmp_path: Path) -> None:
+    (tmp_path / "judge.py").write_text(
+        "import os\ndef score(completions, answer):\n    child = os.fork()\n    if child:\n"
+        "        assert os.waitpid(child, 0)[1] == 256\n    return [0.0 for _ in completions]\n"
+    )
+    status, _ = run(*CUSTOM, rows=[_row(i) for i in range(4)])
+    assert status == 0
+    assert [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()] == [1, 2]

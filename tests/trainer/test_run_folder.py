@@ -88,7 +88,7 @@ def test_folder_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("name", ["metrics.jsonl", "config.yaml", "summary.json", ".lock"])
 def test_folder_in_the_place_of_a_file(tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()
-    with pytest.raises(ConfigError, match=r"^run_dir: .*(is a folder|Is a directory)"):
+    with pytest.raises(ConfigError, match=r"^run_dir: .*is a folder"):
         RunFolder(str(tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
@@ -112,13 +112,36 @@ def test_only_what_was_made_and_stayed_empty_is_removed_again(tmp_path: Path) ->
 def test_what_a_dead_process_left_half_done_is_finished(tmp_path: Path) -> None:
     root = checkpoint.checkpoint_root(tmp_path)
     names = (".writing-000004", ".dropped-000001", ".replaced-000003", "step-000003", ".replaced-000002", ".mine")
-    for name in (*names, "step-best"):
+    others = (".replaced-x", ".writing-mine", ".dropped-1", "step-best")
+    for name in (*names, *others):
         (root / name).mkdir(parents=True)
         (root / name / "trainer.json").write_text(name)
     RunFolder(str(tmp_path)).close()
     left = {path.name: (path / "trainer.json").read_text() for path in root.iterdir()}
-    kept = {name: name for name in ("step-000003", ".mine", "step-best")}
+    kept = {name: name for name in ("step-000003", ".mine", *others)}
     assert left == kept | {"step-000002": ".replaced-000002"}
+
+
+@pytest.mark.parametrize("name", [".writing-000004", ".replaced-000003", ".dropped-1000000"])
+def test_file_in_the_place_of_half_a_checkpoint(tmp_path: Path, name: str) -> None:
+    path = checkpoint.checkpoint_root(tmp_path) / name
+    path.parent.mkdir()
+    path.write_text("mine")
+    with pytest.raises(ConfigError, match=rf"^run_dir: {path} is no folder, .*; move it away$"):
+        RunFolder(str(tmp_path))
+    assert path.read_text() == "mine"
+    path.with_name(".writing-x").write_text("mine")
+    path.unlink()
+    RunFolder(str(tmp_path)).close()
+    assert [left.name for left in path.parent.iterdir()] == [".writing-x"]
+
+
+def test_link_left_in_the_place_of_half_a_checkpoint_goes_alone(tmp_path: Path) -> None:
+    root = checkpoint.checkpoint_root(tmp_path)
+    (root / "step-000003").mkdir(parents=True)
+    (root / ".replaced-000003").symlink_to(root / "step-000003")
+    RunFolder(str(tmp_path)).close()
+    assert [path.name for path in root.iterdir()] == ["step-000003"]
 
 
 def _lines(*steps: int) -> str:

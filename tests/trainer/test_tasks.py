@@ -9,7 +9,7 @@ import pytest
 
 from trainer.config import ConfigError, TaskConfig
 from trainer.rows import Row
-from trainer.tasks import Task, exact_match, final_answer, make_task, numeric
+from trainer.tasks import Task, _prompt_key, exact_match, final_answer, make_task, numeric
 
 
 def _operands(row: Row) -> tuple[int, int]:
@@ -237,15 +237,19 @@ def _twins(path: Path, prompts: list[Any]) -> str:
 
 
 def _prompts(rows: list[Row]) -> set[str]:
-    return {json.dumps(row.prompt, sort_keys=True) for row in rows}
+    return {"chat" if row.prompt in (CHAT, CHAT_NULLS, CHAT_PART) else json.dumps(row.prompt) for row in rows}
 
 
 CHAT = [{"role": "user", "content": "p"}]
 CHAT_TURNED = [{"content": "p", "role": "user"}]
+CHAT_NULLS = [{"role": "user", "content": "p", "tool_calls": None, "name": None}]
+CHAT_PART = [{"role": "user", "content": [{"type": "text", "text": "p", "cache": None}]}]
+CHAT_PARTS = [{"role": "user", "content": [{"type": "text", "text": "p"}, {"type": "text", "text": "q"}]}]
 FILES = {
     "ten prompts twice each": ([f"p{i % 10}" for i in range(20)], 6),
     "twins side by side": ([f"p{i // 2}" for i in range(20)], 6),
     "one prompt often": (["p"] * 12 + [f"q{i}" for i in range(8)], 6),
+    "parts and nulls": ([CHAT, CHAT_NULLS, "p", CHAT_PART, CHAT_PARTS, *(f"q{i}" for i in range(8))], 5),
     "messages": ([CHAT, CHAT_TURNED, "p", CHAT, *(f"q{i}" for i in range(8))], 5),
 }
 
@@ -286,6 +290,13 @@ def test_held_out_file_with_prompts_that_are_trained_on(tmp_path: Path, caplog: 
     caplog.clear()
     make_task(TaskConfig(kind="jsonl", path=path, eval_path=_twins(tmp_path / "e.jsonl", ["c", "a "])), 0)
     assert caplog.messages == []
+
+
+@pytest.mark.parametrize("other", [CHAT_TURNED, CHAT_NULLS, CHAT_PART])
+def test_messages_that_say_the_same_are_equal(other: list[Any]) -> None:
+    assert _prompt_key(Row(other, 1)) == _prompt_key(Row(CHAT, 2))
+    told = [{"role": "user", "content": "pq"}]
+    assert _prompt_key(Row(CHAT_PARTS, 1)) == _prompt_key(Row(told, 1)) != _prompt_key(Row(CHAT, 1))
 
 
 def test_every_row_has_the_fields_of_its_file(tmp_path: Path) -> None:
