@@ -120,7 +120,7 @@ def test_a_compiler_that_fails_is_named(
 
 
 @COMPILED
-@pytest.mark.parametrize("below", ["file", "file/below"])
+@pytest.mark.parametrize("below", ["file", pytest.param("file/below", marks=pytest.mark.slow)])
 def test_a_cache_that_cannot_be_written_is_done_without(fresh: Path, tmp_path: Path, below: str) -> None:
     """The kernels are built for the process alone, with a warning."""
     (tmp_path / "file").touch()
@@ -230,7 +230,9 @@ def test_a_library_is_built_once(fresh: Path, monkeypatch: pytest.MonkeyPatch, t
 
 
 @COMPILED
-@pytest.mark.parametrize("damage", ["half", "one byte", "folder"])
+@pytest.mark.parametrize(
+    "damage", ["one byte", *(pytest.param(damage, marks=pytest.mark.slow) for damage in ("half", "folder"))]
+)
 def test_a_damaged_library_is_built_anew(fresh: Path, damage: str) -> None:
     """It is never loaded: one whose pages are missing would end the process with SIGBUS."""
     name = printed(python("print(native.identity(CPU))")).strip()
@@ -279,6 +281,7 @@ def test_kernels_run_in_torchs_own_pool_of_threads() -> None:
 # -- the target ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_another_target_is_another_identity(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_build, "_FLAGS", ["-O0", *cpu_build._FLAGS[1:]])
     seen = set()

@@ -100,7 +100,7 @@ def test_bad_rows_are_named_by_file_and_line(here: Path, command: Command, lines
 def test_empty_prompt_is_named_by_its_row(here: Path, command: Command) -> None:
     _jsonl(here / "rows.jsonl", '{"prompt": "a", "answer": 1}', '{"prompt": "", "answer": 1}')
     status, errors = command("task=jsonl", "task.path=rows.jsonl", "model.warm_start_steps=0", "run_dir=run")
-    assert (status, "error: task: train row 1: '' is empty" in errors) == (2, True), errors
+    assert (status, "error: task: train row rows.jsonl:2 (''): '' is empty" in errors) == (2, True), errors
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_run_directory_of_another_run_is_left_alone(here: Path, command: Command
     (here / "run").mkdir()
     (here / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
     status, errors = command(*SMALL)
-    assert (status, "error: run_dir: " in errors, "resume=auto" in errors) == (2, True, True), errors
+    assert (status, "error: run_dir: " in errors, "give another name=" in errors) == (2, True, True), errors
     assert (here / "run" / "metrics.jsonl").read_text() == '{"step": 1}\n'
     assert [path.name for path in (here / "run").iterdir()] == ["metrics.jsonl"]
 

@@ -251,6 +251,7 @@ def test_killed_at_every_operation_of_a_save_there_is_a_whole_checkpoint(tmp_pat
     assert [(step, left) for step, status, left, _ in ends if status == 0] == [(3, [2, 3]), (4, [2, 4]), (8, [6, 8])]
 
 
+@pytest.mark.slow
 def test_second_process_is_refused_while_the_first_lives(tmp_path: Path) -> None:
     command = _command(tmp_path, "resume=auto", "steps=1000", "checkpoint.every=1")
     with subprocess.Popen(
