@@ -164,11 +164,6 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_config(path: str | Path) -> PretrainedConfig:
-    """The config of a model directory, checked; no weights are read."""
-    return read_config(check_directory(path, needs_tokenizer=False))
-
-
 def load_model(path: str | Path, dtype: str = "auto", device: torch.device | str = "cpu") -> PreTrainedModel:
     """A causal language model from a directory of safetensors, in `dtype`, on `device`, in eval mode."""
     directory = check_directory(path, needs_tokenizer=False)

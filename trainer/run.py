@@ -16,7 +16,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, Pr
 
 from rollout import RolloutEngine, RolloutError, SamplingParams
 from rollout.builtin import tiny_config, tiny_tokenizer
-from rollout.loading import check_directory, load_config, load_model, load_tokenizer, resolve_device
+from rollout.loading import check_directory, load_model, load_tokenizer, read_config
 from rollout.memory import sized_for
 from rollout.model_files import find_directory
 from rollout.views import training_view
@@ -103,7 +103,9 @@ class Run:
         self.folder.close()
 
 
-def _check_resume(config: TrainerConfig, run_dir: Path) -> tuple[Path | None, checkpoint.TrainerState | None]:
+def _check_resume(
+    config: TrainerConfig, run_dir: Path, device: torch.device
+) -> tuple[Path | None, checkpoint.TrainerState | None]:
     """The checkpoint to go on from and its state, if there is one; refuses to run over another run."""
     found = checkpoint.find_checkpoint(config.resume, run_dir)
     own = config.resume == "auto" or (found is not None and run_dir.resolve() in found.resolve().parents)
@@ -117,7 +119,7 @@ def _check_resume(config: TrainerConfig, run_dir: Path) -> tuple[Path | None, ch
     state = checkpoint.read_state(found, trajectory_keys(config))
     if state.num_threads != torch.get_num_threads():
         logger.warning("the run began with %d threads and goes on with %d", state.num_threads, torch.get_num_threads())
-    kernels = identity(resolve_device(config.rollout.device))
+    kernels = identity(device)
     if state.kernels != kernels:
         logger.warning("the run began with kernels %s and goes on with %s", state.kernels, kernels)
     return found, state
@@ -139,7 +141,7 @@ def prepare(config: TrainerConfig) -> Run:
 
 def _prepare(config: TrainerConfig, folder: RunFolder) -> Run:
     device = check_device(config)
-    found, state = _check_resume(config, folder.path)
+    found, state = _check_resume(config, folder.path, device)
     began = None if state is None else state.contents
     task = make_task(config.task, config.seed)
     reward = make_reward(config.reward, task)
@@ -213,13 +215,13 @@ def _described(config: TrainerConfig) -> tuple[PretrainedConfig, PreTrainedToken
         directory = check_directory(config.model.path)
     except RolloutError as error:
         raise ConfigError(f"model.path: {error}") from error
-    return load_config(directory), load_tokenizer(directory)
+    return read_config(directory), load_tokenizer(directory)
 
 
 def _model_directory(config: TrainerConfig, task: Task, timer: PhaseTimer) -> Path:
     if config.model.kind == "hf":
         assert config.model.path is not None
-        return check_directory(config.model.path)
+        return find_directory(config.model.path)
     with timer.phase("warm_start"):
         return warm_started_tiny(config.model, config.task, task, config.seed)
 
