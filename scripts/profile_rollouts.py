@@ -33,6 +33,7 @@ from rollout.kv_cache import KVCache
 from rollout.scheduled import ScheduledBatch
 from rollout.scheduler import Scheduler
 from rollout_kernels import native
+from rollout_kernels.pace import best_seconds
 
 TRIES = 5
 STEP, UNCOUNTED = "step", "uncounted"
@@ -57,27 +58,12 @@ CATEGORIES = ("products", "attention", "kv", "elementwise", "sampling", "schedul
 # -- the machine --------------------------------------------------------------------------------------------------
 
 
-def _best_seconds(run: Callable[[], object]) -> float:
-    seconds = []
-    for _ in range(TRIES):
-        began = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - began)
-    return min(seconds)
-
-
-def memory_bandwidth(megabytes: int) -> float:
-    """Bytes per second that this process reads of a tensor too big for the caches, by the faster of two reads."""
-    x = torch.ones(megabytes * (1 << 20) // 4)
-    return x.nbytes / min(_best_seconds(x.sum), _best_seconds(lambda: torch.dot(x, x)))
-
-
 def matrix_rate(size: int, dtype: torch.dtype) -> float:
     """Flops per second: multiply-adds in registers, or a square product of torch's without compiled kernels."""
     if native.supports(torch.device("cpu"), dtype):
         return 1e9 * bench_kernels.matrix_rate(dtype, TRIES)
     a, b = (torch.randn(size, size).to(dtype) for _ in range(2))
-    return 2.0 * size**3 / _best_seconds(lambda: a @ b)
+    return 2.0 * size**3 / best_seconds(lambda: a @ b, tries=TRIES)[0]
 
 
 # -- what a step has to do ----------------------------------------------------------------------------------------
@@ -256,7 +242,7 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     workload, options = read_workload(args)
     engine = open_engine(workload, options | {"device": "cpu"})
-    bandwidth, rate = memory_bandwidth(args.megabytes), matrix_rate(args.matrix, engine.dtype)
+    bandwidth, rate = 1e9 * bench_kernels.read_bandwidth(args.megabytes, TRIES), matrix_rate(args.matrix, engine.dtype)
     run_steps(engine, workload, seed=0)
     timed = run_steps(engine, workload, seed=1)
     with ExitStack() as labels:
