@@ -3,9 +3,10 @@
     python scripts/bench_kernels.py [--threads 2] [--march x86-64-v3] [--only linear] [--json FILE]
 
 For each kernel and shape: GF/s (GB/s where it moves data rather than multiplies) of the compiled kernel and of torch,
-their ratio, and the compiled one's share of the matrix rate (multiply-adds in registers, in the kernel's own dtype) or
-of the read bandwidth, both measured here. --march builds the kernels for another target, and holds torch to AVX2 where
-that is a lesser one, so that other CPUs can be seen from here. Best of several runs in turn; run nothing beside it.
+their ratio, the compiled one's share of the matrix rate (multiply-adds in registers, in the kernel's own dtype) or of
+the read bandwidth, and its rate in bfloat16 as a part of that in float32. Everything is run in turn; rates are medians,
+and ratios medians of each turn's. --march builds the kernels for another target, and holds torch to AVX2 where that is
+a lesser one, so that other CPUs can be seen from here. Run nothing beside it.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +25,7 @@ import torch.nn.functional as F
 from rollout_kernels import fused, native
 from rollout_kernels.attention import attend_tiles
 from rollout_kernels.logprobs import draw_reference
-from rollout_kernels.pace import best_seconds
+from rollout_kernels.pace import best_seconds, seconds_in_turn
 from rollout_kernels.plan import AttentionPlan, KVLayout, QuerySpan
 
 CPU = torch.device("cpu")
@@ -41,6 +43,7 @@ class Case:
     torch: Callable[[], object]
     flops: float = 0.0
     num_bytes: float = 0.0
+    in_float32: Callable[[], object] | None = None
 
 
 @dataclass(frozen=True)
@@ -52,11 +55,14 @@ class Figure:
     unit: str
     native_rate: float
     torch_rate: float
+    ratio: float
     share: float
+    of_float32: float | None
 
-    @property
-    def ratio(self) -> float:
-        return self.native_rate / self.torch_rate
+    def __str__(self) -> str:
+        of_float32 = "" if self.of_float32 is None else f"{self.of_float32:8.2f}"
+        rates = f"{self.native_rate:8.1f} {self.torch_rate:8.1f} {self.unit}"
+        return f"{self.name:<42} {self.dtype:<9} {rates} {self.ratio:6.2f} {self.share:6.2f}{of_float32}"
 
 
 def parse() -> argparse.Namespace:
@@ -64,7 +70,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=None, help="of torch and of the kernels; default: torch's")
     parser.add_argument("--march", help="target of the kernels, as COWROLL_KERNELS_MARCH")
     parser.add_argument("--only", default="", help="kernels whose name begins so")
-    parser.add_argument("--tries", type=int, default=7, help="runs of each side")
+    parser.add_argument("--tries", type=int, default=15, help="turns")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     return parser.parse_args()
 
@@ -81,12 +87,14 @@ def linear_cases(dtype: torch.dtype) -> Iterator[Case]:
         weight = torch.randn(columns, depth).to(dtype)
         for rows in (1, 8, 16, 32, 128, 256, 512, 2048):
             x = torch.randn(rows, depth).to(dtype)
+            wide_x, wide_weight = x.float(), weight.float()
             yield Case(
                 f"linear {rows} x {depth} -> {columns}",
                 dtype,
                 lambda x=x, weight=weight: fused.linear(x, weight),
                 lambda x=x, weight=weight: F.linear(x, weight),
                 flops=2.0 * rows * columns * depth,
+                in_float32=None if dtype == torch.float32 else partial(fused.linear, wide_x, wide_weight),
             )
 
 
@@ -161,12 +169,10 @@ def row_cases(dtype: torch.dtype) -> Iterator[Case]:
         yield Case("draw 32 of 8192", dtype, *runs, num_bytes=4.0 * z.numel())
 
 
-def matrix_rate(dtype: torch.dtype, tries: int) -> float:
-    """GF/s of multiply-adds in registers."""
-    arguments = 2_000_000, torch.get_num_threads(), dtype == torch.bfloat16
-    flops = native.kernels().multiply_in_registers(*arguments)
-    (seconds,) = best_seconds(lambda: native.kernels().multiply_in_registers(*arguments), tries=tries)
-    return float(flops / seconds / 1e9)
+def multiply_in_registers(dtype: torch.dtype) -> float:
+    """Computes as fast as the machine can; returns how many flops that were."""
+    flops = native.kernels().multiply_in_registers(2_000_000, torch.get_num_threads(), dtype == torch.bfloat16)
+    return float(flops)
 
 
 def read_bandwidth(megabytes: int, tries: int) -> float:
@@ -175,34 +181,43 @@ def read_bandwidth(megabytes: int, tries: int) -> float:
     return x.nbytes / min(best_seconds(x.sum, lambda: torch.dot(x, x), tries=tries)) / 1e9
 
 
+def measure(case: Case, bandwidth: float, tries: int) -> Figure:
+    """Every side of a case in turn, beside the machine's matrix rate where it multiplies."""
+    runs = [case.native, case.torch]
+    if case.flops:
+        runs += [partial(multiply_in_registers, case.dtype)] + [case.in_float32] * (case.in_float32 is not None)
+    ours, torchs, *others = np.array(seconds_in_turn(*runs, tries=tries)).T
+    work = (case.flops or case.num_bytes) / 1e9
+    machine = multiply_in_registers(case.dtype) / others[0] / 1e9 if case.flops else bandwidth
+    return Figure(
+        name=case.name,
+        dtype=str(case.dtype).removeprefix("torch."),
+        unit="GF/s" if case.flops else "GB/s",
+        native_rate=float(np.median(work / ours)),
+        torch_rate=float(np.median(work / torchs)),
+        ratio=float(np.median(torchs / ours)),
+        share=float(np.median(work / ours / machine)),
+        of_float32=float(np.median(others[1] / ours)) if case.in_float32 else None,
+    )
+
+
 def main(args: argparse.Namespace) -> None:
     if args.march and os.environ.get("COWROLL_KERNELS_MARCH") != args.march:
         hold_to(args.march)  # the libraries read their settings when they are loaded
     if args.threads:
         torch.set_num_threads(args.threads)
     bandwidth = read_bandwidth(256, args.tries)
-    rates = {dtype: matrix_rate(dtype, args.tries) for dtype in DTYPES}
-    named = ", ".join(f"{rate:.0f} GF/s in {str(dtype).removeprefix('torch.')}" for dtype, rate in rates.items())
-    print(f"{native.identity(CPU)}, {torch.get_num_threads()} threads: {named}, {bandwidth:.0f} GB/s read")
-    print(f"{'kernel':<46} {'dtype':<9} {'native':>8} {'torch':>8} {'ratio':>6} {'share':>6}")
+    print(f"{native.identity(CPU)}, {torch.get_num_threads()} threads, {bandwidth:.0f} GB/s read")
+    print(f"{'kernel':<42} {'dtype':<9} {'native':>8} {'torch':>8}      {'ratio':>6} {'share':>6} {'of fp32':>7}")
     figures = []
     for dtype in DTYPES:
         for case in (*linear_cases(dtype), *attention_cases(dtype), *row_cases(dtype)):
-            if not case.name.startswith(args.only):
-                continue
-            seconds = best_seconds(case.native, case.torch, tries=args.tries)
-            work = (case.flops or case.num_bytes) / 1e9
-            ours, torchs = (work / spent for spent in seconds)
-            share = ours / (rates[dtype] if case.flops else bandwidth)
-            unit = "GF/s" if case.flops else "GB/s"
-            figures.append(Figure(case.name, str(dtype).removeprefix("torch."), unit, ours, torchs, share))
-            f = figures[-1]
-            print(
-                f"{f.name:<42} {f.dtype:<9} {ours:8.1f} {torchs:8.1f} {f.ratio:6.2f} {share:6.2f}  {unit}", flush=True
-            )
+            if case.name.startswith(args.only):
+                figures.append(measure(case, bandwidth, args.tries))
+                print(figures[-1], flush=True)
     if args.json:
         machine = {"identity": native.identity(CPU), "threads": torch.get_num_threads(), "bandwidth_gb_s": bandwidth}
-        report = {"machine": machine, "figures": [asdict(figure) | {"ratio": figure.ratio} for figure in figures]}
+        report = {"machine": machine, "figures": [asdict(figure) for figure in figures]}
         args.json.write_text(json.dumps(report, indent=2))
 
 

@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable
 from functools import cache
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -19,16 +20,21 @@ _LIMIT = 1.2
 """How much slower than torch's the compiled product may be before the engine says so."""
 
 
-def best_seconds(*runs: Callable[[], object], tries: int) -> list[float]:
-    """The shortest time of each, run in turn `tries` times after one run that is not counted."""
-    best = [float("inf")] * len(runs)
-    for turn in range(tries + 1):
-        for i, run in enumerate(runs):
-            began = time.perf_counter()
+def seconds_in_turn(*runs: Callable[[], object], tries: int) -> list[tuple[float, ...]]:
+    """What each of `runs` took, in `tries` turns of all of them after a turn that is not counted."""
+    turns = []
+    for _ in range(tries + 1):
+        marks = [time.perf_counter()]
+        for run in runs:
             run()
-            if turn:
-                best[i] = min(best[i], time.perf_counter() - began)
-    return best
+            marks.append(time.perf_counter())
+        turns.append(tuple(after - before for before, after in pairwise(marks)))
+    return turns[1:]
+
+
+def best_seconds(*runs: Callable[[], object], tries: int) -> list[float]:
+    """The shortest time of each, run in turn."""
+    return [min(spent) for spent in zip(*seconds_in_turn(*runs, tries=tries), strict=True)]
 
 
 @cache

@@ -78,9 +78,7 @@ class Panel {
                 product<T>(rows, (std::min(kStrip, columns - c) + kLanes - 1) / kLanes, x,
                            {&panel_[packed_column(c, depth)], kStrip}, {&sums_[c], kPanel}, depth, first > 0);
         }
-        for (int r = 0; r < rows; ++r)
-            for (int c = 0; c < columns; c += kLanes)
-                finish(r, begin + r, column + c, c, std::min(kLanes, columns - c));
+        for (int r = 0; r < rows; ++r) finish(&sums_[r * kPanel], begin + r, column, columns);
     }
 
   private:
@@ -101,10 +99,17 @@ class Panel {
         return {x_.data(), depth};
     }
 
-    void finish(int r, int64_t row, int64_t column, int c, int count) {
-        Floats sum = load<Floats>(&sums_[r * kPanel + c]);
-        if (call_.bias) sum += read<T>(static_cast<const Element*>(call_.bias) + column, count);
-        write<T>(sum, static_cast<Element*>(call_.out) + row * call_.columns + column, count);
+    // A row's sums of a panel, with the bias, into out.
+    void finish(const float* sums, int64_t row, int64_t column, int columns) {
+        const auto* bias = call_.bias ? static_cast<const Element*>(call_.bias) + column : nullptr;
+        Element* out = static_cast<Element*>(call_.out) + row * call_.columns + column;
+        int c = 0;
+        for (; c + kLanes <= columns; c += kLanes)
+            T::round(bias ? load<Floats>(sums + c) + T::widen(bias + c) : load<Floats>(sums + c), out + c);
+        if (c == columns) return;
+        Floats last = load<Floats>(sums + c);
+        if (bias) last += read<T>(bias + c, columns - c);
+        write<T>(last, out + c, columns - c);
     }
 
     Linear call_;

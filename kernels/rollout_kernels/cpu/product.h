@@ -22,7 +22,12 @@ inline void block_product(WordMatrix a, WordMatrix b, FloatMatrix c, int words, 
     const Word* from = b.data;
     for (int w = 0; w < words; ++w, from += b.stride) {
         Words row[VECTORS];
-        for (int j = 0; j < VECTORS; ++j) row[j] = load<Words>(from + kLanes * j), hold(row[j]);
+#pragma GCC unroll 8
+        for (int j = 0; j < VECTORS; ++j) {
+            Words held = load<Words>(from + kLanes * j);  // by itself, since a held array would live in memory
+            hold(held);
+            row[j] = held;
+        }
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 8
@@ -41,8 +46,10 @@ template <class T, int VECTORS>
 inline void strip_product(int rows, WordMatrix a, WordMatrix b, FloatMatrix c, int words, bool add) {
     int r = 0;
     if constexpr (VECTORS <= kTileVectors)
-        for (; r + kTileRows <= rows; r += kTileRows)
+        for (; r + kTileRows <= rows && r + kTileRows + 2 != rows; r += kTileRows)  // a last two would be slow
             block_product<T, kTileRows, VECTORS>(a.at(r, 0), b, c.at(r, 0), words, add);
+    if constexpr (VECTORS <= kTileVectors && kTileRows > 4)
+        for (; r + 4 <= rows; r += 4) block_product<T, 4, VECTORS>(a.at(r, 0), b, c.at(r, 0), words, add);
     for (; r + 2 <= rows; r += 2) block_product<T, 2, VECTORS>(a.at(r, 0), b, c.at(r, 0), words, add);
     if (r < rows) block_product<T, 1, VECTORS>(a.at(r, 0), b, c.at(r, 0), words, add);
 }

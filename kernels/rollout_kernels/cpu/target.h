@@ -24,7 +24,7 @@
 constexpr int kLanes = 16, kTileRows = 6, kTileVectors = 4, kFewRowsVectors = 4;  // of 32 registers
 #elif defined(__AVX2__) && defined(__FMA__)
 #define TARGET_AVX2
-constexpr int kLanes = 8, kTileRows = 4, kTileVectors = 2, kFewRowsVectors = 4;  // of 16 registers
+constexpr int kLanes = 8, kTileRows = 6, kTileVectors = 2, kFewRowsVectors = 4;  // of 16 registers
 #elif defined(__aarch64__)
 constexpr int kLanes = 4, kTileRows = 4, kTileVectors = 4, kFewRowsVectors = 4;  // of 32 registers
 #else
@@ -37,7 +37,7 @@ constexpr int kTileDepth = 128;  // longer sums would round more often
 #ifdef TARGET_AVX512
 constexpr int64_t kPanelRows = 384;
 #else
-constexpr int64_t kPanelRows = 128;
+constexpr int64_t kPanelRows = 192;
 #endif
 
 // Whether bf16 products are computed by instructions that take pairs of bf16; otherwise bf16 is widened to fp32 first.
