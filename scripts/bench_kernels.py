@@ -175,6 +175,12 @@ def multiply_in_registers(dtype: torch.dtype) -> float:
     return float(flops)
 
 
+def matrix_rate(dtype: torch.dtype, tries: int) -> float:
+    """GF/s of multiply-adds in registers, at best."""
+    (seconds,) = best_seconds(partial(multiply_in_registers, dtype), tries=tries)
+    return multiply_in_registers(dtype) / seconds / 1e9
+
+
 def read_bandwidth(megabytes: int, tries: int) -> float:
     """GB/s that this process reads of a tensor too big for the caches, by the faster of two reads."""
     x = torch.ones(megabytes * (1 << 20) // 4)
