@@ -15,9 +15,9 @@ $(STAMP): pyproject.toml constraints.txt
 train: $(STAMP)
 	$(BIN)/python -m trainer $(ARGS)
 
-# one thread: a second one beside another busy process makes small products a hundred times slower
+# a process for each core, with one thread: a second one beside another busy process makes small products a hundred times slower
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n auto --dist worksteal $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,10 +1,18 @@
-"""What every test runs under: no network, a cache of its own, and the thread count it was started with."""
+"""What every test runs under: no network, a cache of its own, and the thread count it was started with.
+
+The processes of one run share the cache, which the first of them makes and fills with the compiled kernels.
+"""
 
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+_FIRST = "PYTEST_XDIST_WORKER" not in os.environ
+if _FIRST:
+    os.environ["COWROLL_CACHE"] = tempfile.mkdtemp(prefix="cowroll_tests_")
 os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"
 # threads that wait must not spin: there are more of them than cores
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -27,11 +35,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=slow)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("COWROLL_CACHE", str(tmp_path_factory.mktemp("cowroll_cache")))
-        yield
+def pytest_configure() -> None:
+    if _FIRST:
+        native.compiled()
+
+
+def pytest_unconfigure() -> None:
+    if _FIRST:
+        shutil.rmtree(os.environ["COWROLL_CACHE"], ignore_errors=True)
 
 
 @pytest.fixture

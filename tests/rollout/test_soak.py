@@ -1,4 +1,4 @@
-"""Three hundred calls of one engine, most of which go wrong: all blocks come back each time, and memory does not grow.
+"""Hundreds of calls of one engine, most of which go wrong: all blocks come back each time, and memory does not grow.
 
 Run as a script in a process of its own, since what other tests leave behind would hide a leak, or look like one.
 """
@@ -20,8 +20,6 @@ from rollout import RolloutEngine, RolloutError, SamplingParams
 from rollout.requests import RolloutHandle
 from tiny_models import assert_greedy, greedy, greedy_ids, random_model, random_prompts, small_engine
 
-NUM_CALLS = 300
-WARM_UP = 100
 MAX_GROWTH = 20e6
 PROMPTS = random_prompts([7, 22, 3, 30])
 N = 3
@@ -49,9 +47,9 @@ class Soak:
     def sampling(self) -> SamplingParams:
         return SamplingParams(max_new_tokens=NEW_TOKENS, seed=self.draw.randrange(1000))
 
-    def run(self) -> None:
-        resident = 0
-        for call in range(1, NUM_CALLS + 1):
+    def run(self, num_calls: int) -> None:
+        resident, warm_up = 0, num_calls // 3
+        for call in range(1, num_calls + 1):
             one: Callable[[], None] = self.draw.choice(KINDS).__get__(self)
             one()
             self.counts[one.__name__] = self.counts.get(one.__name__, 0) + 1
@@ -59,12 +57,12 @@ class Soak:
             self.engine.pool.check_integrity([])
             self.engine.scheduler.check_integrity()
             assert not self.engine.has_work
-            if call == WARM_UP:
+            if call == warm_up:
                 resident = resident_bytes()
         grown = resident_bytes() - resident
-        assert grown < MAX_GROWTH, f"{grown} bytes more after {NUM_CALLS} calls than after {WARM_UP}"
+        assert grown < MAX_GROWTH, f"{grown} bytes more after {num_calls} calls than after {warm_up}"
         assert len(self.counts) == len(KINDS)
-        assert min(self.engine.stats().preemptions, self.engine.stats().cow_copies) > WARM_UP
+        assert min(self.engine.stats().preemptions, self.engine.stats().cow_copies) > warm_up
         self.greedy_call()
 
     # -- kinds of calls -------------------------------------------------------------------------------------------
@@ -185,16 +183,17 @@ def resident_bytes() -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from Linux's /proc")
-def test_blocks_come_back_after_each_of_300_calls_and_memory_does_not_grow() -> None:
+@pytest.mark.parametrize("num_calls", [99, pytest.param(300, marks=pytest.mark.slow)])
+def test_blocks_come_back_after_each_call_and_memory_does_not_grow(num_calls: int) -> None:
     tests = Path(__file__).resolve().parents[1]
     path = os.pathsep.join([str(tests), str(tests.parent)])
-    script = subprocess.run(
-        [sys.executable, __file__], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, __file__, str(num_calls)]
+    environment = os.environ | {"PYTHONPATH": path}
+    script = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert script.returncode == 0, script.stderr[-3000:]
 
 
 if __name__ == "__main__":
     # a shell that starts a job in the background leaves it ignoring interrupts
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    Soak().run()
+    Soak().run(int(sys.argv[1]))

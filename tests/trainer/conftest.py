@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from caches import cache_with_kernels
 from trainer.__main__ import main
 
 Command = Callable[..., tuple[int, str]]
@@ -14,11 +15,11 @@ Command = Callable[..., tuple[int, str]]
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder to start from, with an empty cache beside it."""
+    """An empty folder to start from, with a cache of its own beside it."""
     folder = tmp_path / "empty folder"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    monkeypatch.setenv("COWROLL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("COWROLL_CACHE", str(cache_with_kernels(tmp_path / "cache")))
     return folder
 
 

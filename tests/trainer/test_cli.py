@@ -76,7 +76,7 @@ def test_what_the_user_can_mend_ends_with_2_and_a_name(
     assert named in errors
     assert "Traceback" not in errors
     # nothing was loaded, warm-started or written
-    assert not (here.parent / "cache").exists()
+    assert {path.name for path in (here.parent / "cache").iterdir()} <= {"kernels"}
     assert list(here.iterdir()) == []
 
 
@@ -94,7 +94,7 @@ def test_bad_rows_are_named_by_file_and_line(here: Path, command: Command, lines
     _jsonl(here / "rows.jsonl", *lines)
     status, errors = command("task=jsonl", "task.path=rows.jsonl", "task.eval_rows=1")
     assert (status, named in errors, "Traceback" in errors) == (2, True, False), errors
-    assert not (here.parent / "cache").exists()
+    assert {path.name for path in (here.parent / "cache").iterdir()} <= {"kernels"}
 
 
 def test_empty_prompt_is_named_by_its_row(here: Path, command: Command) -> None:

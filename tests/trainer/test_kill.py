@@ -269,6 +269,7 @@ def test_second_process_is_refused_while_the_first_lives(tmp_path: Path) -> None
     assert third.returncode == 0, third.stderr
 
 
+@pytest.mark.slow
 def test_full_disk_ends_with_1_and_without_a_traceback(tmp_path: Path, uninterrupted: Path) -> None:
     shutil.copytree(uninterrupted / "run", tmp_path / "run")
     shutil.rmtree(tmp_path / "run/checkpoints/step-000006")

@@ -19,6 +19,7 @@ from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import tiny_models
+from caches import cache_with_kernels
 from rollout import RolloutConfig
 from rollout.ledger import GIB, MIB, show_bytes
 from rollout.memory import sized_for
@@ -319,7 +320,7 @@ def run_command(folder: Path, *overrides: str) -> dict[str, Any]:
     """`python -m trainer` from an empty folder with an empty cache; its summary."""
     environment = os.environ | {
         "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}",
-        "COWROLL_CACHE": str(folder / "cache"),
+        "COWROLL_CACHE": str(cache_with_kernels(folder / "cache")),
     }
     command = [sys.executable, "-m", "trainer", *overrides, f"run_dir={folder / 'run'}", "tracking=none"]
     subprocess.run(command, cwd=folder, env=environment, check=True)

@@ -83,30 +83,36 @@ from trainer.rows import Row
 def judge(completions):
     child = os.fork()
     if child == 0:
-        {child}
+        exec(sys.argv[number])
         return [0.0]
     print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
     return [1.0]
-print(score(judge, [Row("p", 1)], [RolloutGroup([1], [Rollout(0, [2], [0.0], [0.0], "a", "stop", 0)], 0, 0)]))
+group = RolloutGroup([1], [Rollout(0, [2], [0.0], [0.0], "a", "stop", 0)], 0, 0)
+for number in range(1, len(sys.argv)):
+    if os.fork() == 0:
+        for stream, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(f"{number}.{name}", os.O_CREAT | os.O_WRONLY), stream)
+        print(score(judge, [Row("p", 1)], [group]))
+        break
+    os.wait()
 """
+CHILDREN = {
+    "pass": (1, "a child that it forked returned from it"),
+    "1 / 0": (1, "left it by ZeroDivisionError"),
+    "raise KeyboardInterrupt": (1, "left it by KeyboardInterrupt"),
+    "sys.exit(5)": (5, ""),
+    "os._exit(3)": (3, ""),
+}
 
 
-@pytest.mark.parametrize(
-    ("child", "status", "told"),
-    [
-        ("pass", 1, "a child that it forked returned from it"),
-        ("1 / 0", 1, "left it by ZeroDivisionError"),
-        ("raise KeyboardInterrupt", 1, "left it by KeyboardInterrupt"),
-        ("sys.exit(5)", 5, ""),
-        ("os._exit(3)", 3, ""),
-    ],
-)
-def test_a_child_that_comes_out_of_a_reward_ends(child: str, status: int, told: str) -> None:
-    done = subprocess.run([sys.executable, "-c", FORKING.format(child=child)], capture_output=True, text=True)
-    assert done.stdout == f"child {status}\n[[1.0]]\n"
-    assert told in done.stderr
-    assert ("reward judge: " in done.stderr) is bool(told)
-    assert "Traceback" not in done.stderr
+def test_a_child_that_comes_out_of_a_reward_ends(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", FORKING, *CHILDREN], cwd=tmp_path, check=True)
+    for number, (child, (status, told)) in enumerate(CHILDREN.items(), start=1):
+        out, err = ((tmp_path / f"{number}.{name}").read_text() for name in ("out", "err"))
+        assert out == f"child {status}\n[[1.0]]\n", child
+        assert told in err
+        assert ("reward judge: " in err) is bool(told)
+        assert "Traceback" not in err
 
 
 TERMINATED = """

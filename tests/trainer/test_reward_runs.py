@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from caches import cache_with_kernels
 from trainer.__main__ import main
 
 SMALL = [
@@ -29,7 +30,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     handlers, level = root.handlers[:], root.level
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path[:])
-    monkeypatch.setenv("COWROLL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("COWROLL_CACHE", str(cache_with_kernels(tmp_path / "cache")))
 
     def command(*arguments: str, rows: list[Any], held_out: list[Any] | None = None) -> tuple[int, str]:
         for name, values in (("train.jsonl", rows), ("eval.jsonl", held_out or [])):
@@ -70,7 +71,7 @@ def test_reward_file_that_cannot_be_imported_ends_with_2(run: Command, tmp_path:
     assert status == 2
     assert printed.startswith(f"error: reward.path='judge.py:score': {tmp_path / 'judge.py'}:1: ")
     assert "Traceback" not in printed
-    assert not (tmp_path / "cache").exists()
+    assert not (tmp_path / "cache" / "random").exists()
 
 
 def test_field_that_the_held_out_file_lacks_ends_with_2(run: Command, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import trainer.loop
 import trainer.run
 import trainer.tracking
 import trainer.warm_start
+from caches import cache_with_kernels
 from trainer.tracking import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,10 +69,15 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
+def _cache(folder: Path) -> Path:
+    cache = folder / "cache"
+    return cache if cache.exists() else cache_with_kernels(cache)
+
+
 def _process(folder: Path, *arguments: str, path: str = "") -> "subprocess.Popen[str]":
     """`python -m trainer`, the first of a group of its own."""
     search = os.pathsep.join(filter(None, [path, str(ROOT), str(ROOT / "kernels")]))
-    environment = os.environ | {"PYTHONPATH": search, "COWROLL_CACHE": str(folder / "cache"), "PYTHONUNBUFFERED": "1"}
+    environment = os.environ | {"PYTHONPATH": search, "COWROLL_CACHE": str(_cache(folder)), "PYTHONUNBUFFERED": "1"}
     return subprocess.Popen(
         [sys.executable, "-m", "trainer", *arguments], cwd=folder, env=environment, encoding="utf-8",
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,

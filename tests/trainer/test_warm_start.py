@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from caches import cache_with_kernels
 from rollout.builtin import warm_started_directory
 from rollout.loading import load_model
 from rollout.manifest import find_damage
@@ -23,7 +24,7 @@ MADE = "warm start: 1 steps of imitation on worked examples"
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Path:
     """An empty cache."""
     caplog.set_level(logging.INFO)
-    monkeypatch.setenv("COWROLL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("COWROLL_CACHE", str(cache_with_kernels(tmp_path / "cache")))
     return tmp_path / "cache"
 
 
