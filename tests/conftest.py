@@ -10,9 +10,6 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-_FIRST = "PYTEST_XDIST_WORKER" not in os.environ
-if _FIRST:
-    os.environ["COWROLL_CACHE"] = tempfile.mkdtemp(prefix="cowroll_tests_")
 os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"
 # threads that wait must not spin: there are more of them than cores
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -23,6 +20,10 @@ import pytest
 import torch
 
 from rollout_kernels import native
+
+_FIRST = "PYTEST_XDIST_WORKER" not in os.environ
+if _FIRST:
+    os.environ["COWROLL_CACHE"] = tempfile.mkdtemp(prefix="cowroll_tests_")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -35,8 +36,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=slow)
 
 
-def pytest_configure() -> None:
-    if _FIRST:
+def pytest_configure(config: pytest.Config) -> None:
+    if _FIRST and not config.option.collectonly:
         native.compiled()
 
 
