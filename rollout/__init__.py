@@ -2,16 +2,34 @@
 
 from rollout import generate_rollouts
 groups = generate_rollouts(["12+34="], n=16, model="path/to/model", seed=0)
+
+Names are imported when they are first asked for, so that `import rollout.schedule` brings no torch.
 """
 
-from rollout.api import generate_rollouts, use_engine
-from rollout.chat import ChatPrompt
-from rollout.config import RolloutConfig, SamplingParams
-from rollout.engine import RolloutEngine
-from rollout.errors import ExactnessError, RolloutError
-from rollout.requests import RolloutHandle
-from rollout.stats import EngineStats
-from rollout.types import Rollout, RolloutGroup, TokenEvent
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rollout.api import generate_rollouts, use_engine
+    from rollout.config import RolloutConfig, SamplingParams
+    from rollout.engine.chat import ChatPrompt
+    from rollout.engine.engine import RolloutEngine
+    from rollout.engine.request import RolloutHandle
+    from rollout.engine.stats import EngineStats
+    from rollout.errors import ExactnessError, RolloutError
+    from rollout.types import Rollout, RolloutGroup, TokenEvent
+
+_HOMES = {
+    "rollout.api": ("generate_rollouts", "use_engine"),
+    "rollout.config": ("RolloutConfig", "SamplingParams"),
+    "rollout.engine.chat": ("ChatPrompt",),
+    "rollout.engine.engine": ("RolloutEngine",),
+    "rollout.engine.request": ("RolloutHandle",),
+    "rollout.engine.stats": ("EngineStats",),
+    "rollout.errors": ("ExactnessError", "RolloutError"),
+    "rollout.types": ("Rollout", "RolloutGroup", "TokenEvent"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "ChatPrompt",
@@ -28,3 +46,14 @@ __all__ = [
     "generate_rollouts",
     "use_engine",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'rollout' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOME_OF[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

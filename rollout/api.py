@@ -8,12 +8,12 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rollout.builtin import build_tiny, warm_started_directory
 from rollout.config import RolloutConfig, SamplingParams
-from rollout.engine import RolloutEngine
+from rollout.engine.engine import RolloutEngine
+from rollout.engine.prompts import Prompt
+from rollout.engine.request import OnError
 from rollout.errors import RolloutError
-from rollout.prompts import Prompt
-from rollout.requests import OnError
+from rollout.model.builtin import build_tiny, warm_started_directory
 from rollout.types import RolloutGroup
 
 _current: RolloutEngine | None = None

@@ -10,14 +10,14 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
-from rollout import loading
 from rollout.config import RolloutConfig, SamplingParams
 from rollout.errors import RolloutError
-from rollout.estimate import rollout_peak, score_and_backward, skeleton, training_peak, widest_pack
-from rollout.kv_cache import LayerGroup
-from rollout.ledger import Ledger, TrainingBytes, build_ledger, parse_bytes, show_bytes
-from rollout.loading import default_dtype, longest_sequence, resolve_device
-from rollout.memory import device_bytes, pool_size
+from rollout.memory.device import device_bytes, pool_size
+from rollout.memory.estimate import rollout_peak, score_and_backward, skeleton, training_peak, widest_pack
+from rollout.memory.ledger import Ledger, TrainingBytes, build_ledger, parse_bytes, show_bytes
+from rollout.model import loading
+from rollout.model.kv_cache import LayerGroup
+from rollout.model.loading import default_dtype, longest_sequence, resolve_device
 
 USAGE = "python -m rollout.plan model=DIR [gpu=80GiB] [fraction=0.35] [context=8192] [prompt=2048] [n=16] ..."
 

@@ -33,11 +33,11 @@ from bench_report import (
     write_json,
 )
 from rollout import RolloutEngine, RolloutGroup, SamplingParams
-from rollout.scoring import score_tokens
-from trainer.advantages import group_advantages
-from trainer.batch import TrainingBatch, micro_batches
+from rollout.forward.scoring import score_tokens
+from trainer.algorithm.advantages import group_advantages
+from trainer.algorithm.batch import TrainingBatch, micro_batches
+from trainer.algorithm.losses import policy_loss
 from trainer.config import AlgorithmConfig, OptimConfig
-from trainer.losses import policy_loss
 from trainer.optimizer import MasterAdamW
 from trainer.run import PhaseTimer
 

@@ -29,9 +29,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import bench_kernels
 from bench_report import Workload, machine, make_parser, open_engine, read_workload, settings, write_json
 from rollout import RolloutEngine, fusions, model_runner, views
-from rollout.kv_cache import KVCache
-from rollout.scheduled import ScheduledBatch
-from rollout.scheduler import Scheduler
+from rollout.model.kv_cache import KVCache
+from rollout.schedule.batch import ScheduledBatch
+from rollout.schedule.scheduler import Scheduler
 from rollout_kernels import native
 from rollout_kernels.pace import best_seconds
 

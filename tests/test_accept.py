@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from trainer.tracking import read_metrics
+from trainer.tracking.tracking import read_metrics
 
 pytestmark = pytest.mark.slow
 

@@ -57,7 +57,7 @@ def _functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
 def test_sources_are_where_these_tests_look() -> None:
     assert {_where(path) for path in SOURCES} >= {
         "kernels/rollout_kernels/logprobs.py",
-        "rollout/engine.py",
+        "rollout/engine/engine.py",
         "trainer/loop.py",
     }
     assert "rollout.types" in set(_imports(ROOT / "rollout" / "engine.py"))
@@ -152,7 +152,7 @@ def test_one_function_makes_log_probs_of_tokens() -> None:
     words = re.compile(r"\blog_?softmax\b|\blogsumexp\b|\bcross_entropy\b|\bnll_loss\b", re.IGNORECASE)
     users = {_where(path) for path in SOURCES if words.search(path.read_text())}
     # the exactness probe compares with transformers' own forward by other means; the estimate counts what it takes
-    assert users == {"kernels/rollout_kernels/logprobs.py", "rollout/exactness.py", "rollout/estimate.py"}
+    assert users == {"kernels/rollout_kernels/logprobs.py", "rollout/engine/exactness.py", "rollout/memory/estimate.py"}
     takers = [
         function.name
         for function in _functions(ROOT / "kernels" / "rollout_kernels" / "logprobs.py")

@@ -22,7 +22,7 @@ import profile_rollouts
 import tiny_models
 from bench_report import Workload
 from rollout import Rollout, RolloutGroup
-from rollout.views import training_view
+from rollout.model.views import training_view
 from rollout_kernels import native
 from trainer.config import AlgorithmConfig, OptimConfig
 from trainer.optimizer import MasterAdamW

@@ -33,7 +33,7 @@ def run_training(raw: "DictConfig") -> None:
     from trainer.config import ConfigError, parse_config
     from trainer.loop import train
     from trainer.run import prepare
-    from trainer.writing import WriteError
+    from trainer.storage.writing import WriteError
 
     transformers.utils.logging.disable_progress_bar()
     try:
@@ -79,7 +79,7 @@ def _refused(error: Exception) -> SystemExit:
 
 def _again(config: "TrainerConfig", run: "Run | None") -> str:
     """The command that goes on with an interrupted run."""
-    from trainer.names import command_line
+    from trainer.config.names import command_line
 
     arguments, resume = sys.argv[1:], config.resume
     run_dir = Path(config.run_dir).expanduser().absolute()
@@ -96,7 +96,7 @@ def main() -> None:
         import hydra
 
         from trainer.config import ConfigError
-        from trainer.names import as_typed
+        from trainer.config.names import as_typed
 
         composed = False
 

@@ -4,10 +4,10 @@ import math
 from dataclasses import replace
 
 from rollout import RolloutEngine, SamplingParams
-from rollout.sampler import EVAL
-from trainer.rewards import score
-from trainer.rows import Row
-from trainer.tasks import RewardFunction
+from rollout.forward.sampler import EVAL
+from trainer.data.rows import Row
+from trainer.data.tasks import RewardFunction
+from trainer.rewards.rewards import score
 
 
 def evaluate(

@@ -6,22 +6,22 @@ import torch
 from torch import Tensor
 
 from rollout import ExactnessError, RolloutError, RolloutGroup, use_engine
-from rollout.scoring import TokenScores, score_tokens
+from rollout.forward.scoring import TokenScores, score_tokens
 from rollout_kernels.native import identity
-from trainer.advantages import group_advantages
-from trainer.batch import TrainingBatch, micro_batches
-from trainer.checkpoint import TrainerState, save_checkpoint
+from trainer.algorithm.advantages import group_advantages
+from trainer.algorithm.batch import TrainingBatch, micro_batches
+from trainer.algorithm.losses import PolicyLoss, policy_loss
 from trainer.config import trajectory_keys
+from trainer.data.rows import Row
 from trainer.evaluation import evaluate
-from trainer.losses import PolicyLoss, policy_loss
-from trainer.metrics import UpdateMetrics, completion_metrics, engine_metrics, memory_metrics
 from trainer.optimizer import learning_rate
-from trainer.rewards import score, shuffled
-from trainer.rows import Row
+from trainer.rewards.rewards import score, shuffled
 from trainer.run import Run
 from trainer.signals import Interrupted, interrupts
-from trainer.summary import write_summary
-from trainer.tracking import Metrics, Progress
+from trainer.storage.checkpoint import TrainerState, save_checkpoint
+from trainer.tracking.metrics import UpdateMetrics, completion_metrics, engine_metrics, memory_metrics
+from trainer.tracking.summary import write_summary
+from trainer.tracking.tracking import Metrics, Progress
 
 logger = logging.getLogger(__name__)
 

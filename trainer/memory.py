@@ -8,10 +8,10 @@ import torch
 from transformers import PreTrainedModel
 
 from rollout import RolloutEngine
-from rollout.estimate import rollout_peak, score_and_backward, training_peak, widest_pack
-from rollout.ledger import Ledger, TrainingBytes, build_ledger, show_bytes
-from rollout.loading import longest_sequence
-from rollout.memory import device_bytes, peak_bytes, reset_peak, trim, used_bytes
+from rollout.memory.device import device_bytes, peak_bytes, reset_peak, trim, used_bytes
+from rollout.memory.estimate import rollout_peak, score_and_backward, training_peak, widest_pack
+from rollout.memory.ledger import Ledger, TrainingBytes, build_ledger, show_bytes
+from rollout.model.loading import longest_sequence
 from trainer.config import ConfigError, TrainerConfig, sampling_params
 from trainer.optimizer import MasterAdamW
 

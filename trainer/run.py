@@ -15,26 +15,26 @@ from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from rollout import RolloutEngine, RolloutError, SamplingParams
-from rollout.builtin import tiny_config, tiny_tokenizer
-from rollout.loading import check_directory, load_model, load_tokenizer, read_config
-from rollout.memory import sized_for
-from rollout.model_files import find_directory
-from rollout.views import training_view
+from rollout.memory.device import sized_for
+from rollout.model.builtin import tiny_config, tiny_tokenizer
+from rollout.model.files import find_directory
+from rollout.model.loading import check_directory, load_model, load_tokenizer, read_config
+from rollout.model.views import training_view
 from rollout_kernels.native import identity
-from trainer import checkpoint
 from trainer.config import ConfigError, TrainerConfig, sampling_params, trajectory_keys
-from trainer.digests import check_contents, model_contents, task_contents
-from trainer.limits import check_device, check_limits
+from trainer.config.limits import check_device, check_limits
+from trainer.data.rendering import kept_prompts, render_rows, restore_prompts
+from trainer.data.rows import Row, RowStream
+from trainer.data.tasks import RewardFunction, Task, make_task
 from trainer.memory import MemoryWatch, plan_memory, step_shape
 from trainer.optimizer import MasterAdamW
-from trainer.rendering import kept_prompts, render_rows, restore_prompts
-from trainer.rewards import check_reward, make_reward
-from trainer.rows import Row, RowStream
-from trainer.run_folder import RunFolder
-from trainer.tasks import RewardFunction, Task, make_task
-from trainer.tracking import MetricsFile, SafeTracker, make_tracker
+from trainer.rewards.rewards import check_reward, make_reward
+from trainer.storage import checkpoint
+from trainer.storage.digests import check_contents, model_contents, task_contents
+from trainer.storage.run_folder import RunFolder
+from trainer.storage.writing import WriteError, writing
+from trainer.tracking.tracking import MetricsFile, SafeTracker, make_tracker
 from trainer.warm_start import warm_started_tiny
-from trainer.writing import WriteError, writing
 
 logger = logging.getLogger(__name__)
 

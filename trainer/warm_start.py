@@ -17,20 +17,20 @@ import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rollout import RolloutError, SamplingParams
-from rollout.builtin import build_tiny, tiny_config
-from rollout.kv_cache import LayerGroup
+from rollout.engine.prompts import encode_prompt
+from rollout.forward.packing import build_pack
+from rollout.forward.scoring import score_tokens
 from rollout.manifest import find_damage, flush, flush_directory, write_manifest
-from rollout.packing import build_pack
-from rollout.prompts import encode_prompt
-from rollout.scoring import score_tokens
-from rollout.views import training_view
+from rollout.model.builtin import build_tiny, tiny_config
+from rollout.model.kv_cache import LayerGroup
+from rollout.model.views import training_view
 from rollout_kernels.cache import cache_directory
 from rollout_kernels.native import identity
 from trainer.config import ModelConfig, OptimConfig, TaskConfig
+from trainer.data.rows import STYLE_PURPOSE, WARM_START_PURPOSE, Row, RowStream, uniforms
+from trainer.data.tasks import Task
 from trainer.optimizer import MasterAdamW, learning_rate
-from trainer.rows import STYLE_PURPOSE, WARM_START_PURPOSE, Row, RowStream, uniforms
-from trainer.tasks import Task
-from trainer.writing import WriteError, writing
+from trainer.storage.writing import WriteError, writing
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
-from rollout.block_pool import NULL_BLOCK, BlockPool, BlockTable, OutOfBlocksError
+from rollout.schedule.block_pool import NULL_BLOCK, BlockPool, BlockTable, OutOfBlocksError
 
 # -- state machine ------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from rollout import ChatPrompt, RolloutError
-from rollout.prompts import Prompt, encode_prompt
+from rollout.engine.prompts import Prompt, encode_prompt
 from tiny_models import (
     CHAT_TEMPLATE,
     TEXT_VOCAB,

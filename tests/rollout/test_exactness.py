@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rollout import ExactnessError, RolloutEngine, RolloutError, RolloutGroup, SamplingParams, views
-from rollout.packing import build_pack
-from rollout.sampler import processed_logits
-from rollout.views import AttentionContext, raw_logits
+from rollout.forward.packing import build_pack
+from rollout.forward.sampler import processed_logits
+from rollout.model.views import AttentionContext, raw_logits
 from rollout_kernels.logprobs import token_logprobs
 from tiny_models import ARCHITECTURES, LOGPROB_TOLERANCE, eager_logprobs, random_model, random_prompts, small_engine
 

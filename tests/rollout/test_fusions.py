@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rollout.fusions import FusedLinear, FusedMLP, FusedRMSNorm
-from rollout.kv_cache import LayerGroup
-from rollout.packing import build_pack
-from rollout.views import AttentionContext, bare_view, make_view, raw_logits
+from rollout.forward.packing import build_pack
+from rollout.model.kv_cache import LayerGroup
+from rollout.model.substitutions import FusedLinear, FusedMLP, FusedRMSNorm
+from rollout.model.views import AttentionContext, bare_view, make_view, raw_logits
 from rollout_kernels import native
 from tiny_models import ARCHITECTURES, random_model, random_prompts, shared_model
 

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rollout import RolloutEngine, RolloutError, RolloutGroup, SamplingParams
-from rollout.memory import device_bytes
+from rollout.memory.device import device_bytes
 from tiny_models import (
     BOS,
     EOS,

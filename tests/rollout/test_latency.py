@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from rollout import RolloutEngine, RolloutError, SamplingParams
-from rollout.block_pool import BlockPool
-from rollout.scheduled import ScheduledBatch
-from rollout.scheduler import Scheduler
-from rollout.sequence import Request
+from rollout.schedule.batch import ScheduledBatch
+from rollout.schedule.block_pool import BlockPool
+from rollout.schedule.scheduler import Scheduler
+from rollout.schedule.sequence import Request
 from tiny_models import random_model, random_prompts, shared_model, small_engine
 
 LONG = 4096

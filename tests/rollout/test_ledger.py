@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 import tiny_models
 from rollout import RolloutConfig, RolloutError, SamplingParams
-from rollout.block_pool import BlockPool, BlockTable, OutOfBlocksError
-from rollout.estimate import (
+from rollout.forward.packing import Pack, build_pack
+from rollout.memory.device import blocks_for, pool_size
+from rollout.memory.estimate import (
     META,
     LiveBytes,
     TrainingPeak,
@@ -23,12 +24,11 @@ from rollout.estimate import (
     training_peak,
     widest_pack,
 )
-from rollout.kv_cache import LayerGroup
-from rollout.ledger import GIB, MIB, Ledger, LedgerRow, TrainingBytes, build_ledger, parse_bytes, show_bytes
-from rollout.memory import blocks_for, pool_size
-from rollout.packing import Pack, build_pack
+from rollout.memory.ledger import GIB, MIB, Ledger, LedgerRow, TrainingBytes, build_ledger, parse_bytes, show_bytes
+from rollout.model.kv_cache import LayerGroup
+from rollout.model.views import training_view
 from rollout.plan import main, make_plan, parse_options, rollouts_that_fit
-from rollout.views import training_view
+from rollout.schedule.block_pool import BlockPool, BlockTable, OutOfBlocksError
 from rollout_kernels import native
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.utils import logging as transformers_logging
 
 from rollout import RolloutError
-from rollout.loading import check_module, load_model, load_tokenizer, resolve_device
+from rollout.model.loading import check_module, load_model, load_tokenizer, resolve_device
 from rollout.plan import main
 from tiny_models import (
     ARCHITECTURES,

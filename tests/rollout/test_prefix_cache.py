@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rollout import RolloutEngine, SamplingParams
-from rollout.block_pool import BlockPool, BlockTable
+from rollout.schedule.block_pool import BlockPool, BlockTable
 from tiny_models import (
     assert_greedy,
     greedy,

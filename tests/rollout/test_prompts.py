@@ -12,7 +12,8 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from rollout import RolloutError, SamplingParams
-from rollout.prompts import check_end_tokens, decode_completion, encode_prompt
+from rollout.engine.prompts import decode_completion, encode_prompt
+from rollout.model.tokenizers import check_end_tokens
 from tiny_models import (
     BOS,
     BOS_CHAT_TEMPLATE,

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from rollout import RolloutEngine, RolloutError, RolloutGroup, SamplingParams
-from rollout.sampler import EVAL, TRAIN
+from rollout.forward.sampler import EVAL, TRAIN
 from tiny_models import (
     LOGPROB_TOLERANCE,
     assert_greedy,

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from rollout.block_pool import BlockPool
 from rollout.config import SamplingParams
-from rollout.scheduled import Chunk, ScheduledBatch
-from rollout.scheduler import Scheduler
-from rollout.sequence import Request, Sequence
+from rollout.schedule.batch import Chunk, ScheduledBatch
+from rollout.schedule.block_pool import BlockPool
+from rollout.schedule.scheduler import Scheduler
+from rollout.schedule.sequence import Request, Sequence
 
 Prefix = tuple[int, ...]
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from rollout.block_pool import BlockPool
 from rollout.config import SamplingParams
-from rollout.scheduler import Scheduler
-from rollout.sequence import Request, Sequence
+from rollout.schedule.block_pool import BlockPool
+from rollout.schedule.scheduler import Scheduler
+from rollout.schedule.sequence import Request, Sequence
 
 
 @dataclass

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 import torch
 from transformers import Qwen3Config
 
-from rollout.block_pool import BlockPool, BlockTable
 from rollout.config import SamplingParams
-from rollout.kv_cache import LayerGroup
-from rollout.scheduled import ScheduledBatch
-from rollout.scheduler import Scheduler
-from rollout.sequence import Request
+from rollout.model.kv_cache import LayerGroup
+from rollout.schedule.batch import ScheduledBatch
+from rollout.schedule.block_pool import BlockPool, BlockTable
+from rollout.schedule.scheduler import Scheduler
+from rollout.schedule.sequence import Request
 
 GIB = 2**30
 ANSWERS = (50, 120, 240, 1024)

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from rollout import RolloutEngine, RolloutError, RolloutGroup, SamplingParams
-from rollout.builtin import build_tiny
-from rollout.packing import build_pack
-from rollout.scoring import TokenScores, score_tokens
+from rollout.forward.packing import build_pack
+from rollout.forward.scoring import TokenScores, score_tokens
+from rollout.model.builtin import build_tiny
 from tiny_models import (
     TEXT_VOCAB,
     byte_tokenizer,

@@ -5,10 +5,10 @@ import torch
 
 import tiny_models
 from rollout import Rollout, RolloutEngine, RolloutGroup, SamplingParams
-from rollout.kv_cache import LayerGroup
-from rollout.scoring import score_tokens
-from rollout.views import training_view
-from trainer.batch import TrainingBatch, micro_batches
+from rollout.forward.scoring import score_tokens
+from rollout.model.kv_cache import LayerGroup
+from rollout.model.views import training_view
+from trainer.algorithm.batch import TrainingBatch, micro_batches
 
 
 def _group(prompt: list[int], completions: list[list[int]]) -> RolloutGroup:

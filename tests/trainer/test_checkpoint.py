@@ -15,13 +15,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import tiny_models
-from rollout.loading import load_model
 from rollout.manifest import find_damage
-from trainer import checkpoint
-from trainer.checkpoint import TrainerState
+from rollout.model.loading import load_model
 from trainer.config import ConfigError, OptimConfig
 from trainer.optimizer import MasterAdamW
-from trainer.writing import WriteError
+from trainer.storage import checkpoint
+from trainer.storage.checkpoint import TrainerState
+from trainer.storage.writing import WriteError
 
 KEYS = {"optim.lr": 0.1, "sampling.stop_token_ids": [1, 2]}
 

@@ -6,9 +6,9 @@ import pytest
 
 import tiny_models
 from rollout import RolloutConfig, RolloutEngine, RolloutGroup, SamplingParams
+from trainer.data.rows import Row
+from trainer.data.tasks import exact_match
 from trainer.evaluation import evaluate
-from trainer.rows import Row
-from trainer.tasks import exact_match
 
 CONFIG = RolloutConfig(block_size=4, num_blocks=64, max_model_len=24, max_num_seqs=8, max_num_batched_tokens=64)
 TOKENIZER = tiny_models.byte_tokenizer()

@@ -15,14 +15,15 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from rollout.manifest import find_damage
-from trainer.tracking import read_metrics
+from trainer.tracking.tracking import read_metrics
 
 STEPS = 6
 
 # a user's reward that also keeps the sampled tokens, and that kills the process at the moment KILL_AT names
 REWARD = """
 import json, os, signal
-import trainer.checkpoint, trainer.loop, trainer.tracking
+import trainer.loop, trainer.tracking.tracking
+from trainer.storage import checkpoint
 
 place, _, count = os.environ.get("KILL_AT", "never:0").partition(":")
 seen = {}
@@ -39,8 +40,8 @@ def before(module, owner, name, place):
         return original(*arguments, **options)
     setattr(owner, name, wrapped)
 
-before(trainer.checkpoint, trainer.checkpoint, "_flush", "flush")            # written, but not yet renamed
-before(trainer.checkpoint, trainer.checkpoint, "_flush_directory", "rename")
+before(checkpoint, checkpoint, "_flush", "flush")            # written, but not yet renamed
+before(checkpoint, checkpoint, "_flush_directory", "rename")
 before(trainer.loop, trainer.loop, "save_checkpoint", "save")                # its metrics line is there already
 before(trainer.loop, trainer.loop, "policy_loss", "loss")
 
@@ -186,10 +187,10 @@ from pathlib import Path
 import torch
 import tiny_models
 from rollout.manifest import find_damage
-from trainer import checkpoint
+from trainer.storage import checkpoint
 from trainer.config import OptimConfig
 from trainer.optimizer import MasterAdamW
-from trainer.run_folder import RunFolder
+from trainer.storage.run_folder import RunFolder
 
 folder = Path(sys.argv[1])
 torch.set_num_threads(1)

@@ -14,10 +14,10 @@ import tiny_models
 from rollout import RolloutError
 from trainer.__main__ import CONFIG_DIRECTORY
 from trainer.config import ConfigError, TrainerConfig, parse_config
-from trainer.limits import check_device
+from trainer.config.limits import check_device
 from trainer.loop import train
 from trainer.run import Run, prepare
-from trainer.tracking import read_metrics
+from trainer.tracking.tracking import read_metrics
 
 
 def _configure(folder: Path, *overrides: str) -> TrainerConfig:

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from rollout import Rollout, RolloutGroup
-from trainer.advantages import group_advantages
-from trainer.losses import policy_loss
-from trainer.metrics import completion_metrics
+from trainer.algorithm.advantages import group_advantages
+from trainer.algorithm.losses import policy_loss
+from trainer.tracking.metrics import completion_metrics
 
 
 def _loss(

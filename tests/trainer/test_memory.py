@@ -21,8 +21,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 import tiny_models
 from caches import cache_with_kernels
 from rollout import RolloutConfig
-from rollout.ledger import GIB, MIB, show_bytes
-from rollout.memory import sized_for
+from rollout.memory.device import sized_for
+from rollout.memory.ledger import GIB, MIB, show_bytes
 from rollout_kernels.native import supports
 from trainer.__main__ import CONFIG_DIRECTORY, run_training
 from trainer.config import ConfigError, OptimConfig, TrainerConfig, parse_config
@@ -30,7 +30,7 @@ from trainer.loop import _update, train
 from trainer.memory import StepShape, step_shape
 from trainer.optimizer import MasterAdamW
 from trainer.run import Run, prepare
-from trainer.tracking import read_metrics
+from trainer.tracking.tracking import read_metrics
 
 DTYPES = (torch.float32, torch.bfloat16)
 ROOT = Path(__file__).resolve().parents[2]
@@ -146,7 +146,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Sets the size of the machine."""
 
     def resize(size: int) -> None:
-        for module in ("rollout.memory", "trainer.memory"):
+        for module in ("rollout.memory.device", "trainer.memory"):
             monkeypatch.setattr(f"{module}.device_bytes", lambda device: size)
 
     return resize

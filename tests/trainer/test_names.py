@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from trainer.__main__ import CONFIG_DIRECTORY
 from trainer.config import ConfigError, TrainerConfig, parse_config, text_keys
-from trainer.names import as_typed, command_line, override_of
+from trainer.config.names import as_typed, command_line, override_of
 
 
 def _parse(*arguments: str) -> TrainerConfig:

@@ -5,8 +5,8 @@ from fractions import Fraction
 
 import pytest
 
-from trainer.numerals import Number, equal, last_number, single_number
-from trainer.tasks import numeric
+from trainer.data.tasks import numeric
+from trainer.rewards.numerals import Number, equal, last_number, single_number
 
 
 def _reward(answer: object, completion: str) -> float:

@@ -8,12 +8,12 @@ from safetensors.torch import load_file, save_file
 
 import tiny_models
 from rollout import ChatPrompt
-from rollout.prompts import encode_prompt
+from rollout.engine.prompts import encode_prompt
 from tiny_models import TEXT_VOCAB, TOOL_CHAT_TEMPLATE, byte_tokenizer
 from trainer.config import ConfigError
-from trainer.rendering import kept_prompts, prompt_of, render_rows, restore_prompts
-from trainer.rows import Row
-from trainer.tasks import Task, exact_match
+from trainer.data.rendering import kept_prompts, prompt_of, render_rows, restore_prompts
+from trainer.data.rows import Row
+from trainer.data.tasks import Task, exact_match
 
 TOKENIZER = tiny_models.byte_tokenizer()
 TRAIN = [Row("12+3=", "15"), Row([{"role": "user", "content": "é"}], 1), Row("x" * 300, "")]

@@ -11,9 +11,9 @@ import torch
 
 from rollout import Rollout, RolloutError, RolloutGroup
 from trainer.config import ConfigError
-from trainer.reward_loading import load_reward
-from trainer.rewards import score
-from trainer.rows import Row
+from trainer.data.rows import Row
+from trainer.rewards.loading import load_reward
+from trainer.rewards.rewards import score
 
 GROUP = RolloutGroup([1], [Rollout(0, [2], [0.0], [0.0], "a", "stop", 0)], 0, 0)
 ROW = Row("p", 1, source="rows.jsonl:7")
@@ -77,9 +77,9 @@ def test_error_without_a_message_still_names_function_and_row() -> None:
 
 FORKING = """
 import os, sys
-from trainer.rewards import score
+from trainer.rewards.rewards import score
 from rollout import Rollout, RolloutGroup
-from trainer.rows import Row
+from trainer.data.rows import Row
 def judge(completions):
     child = os.fork()
     if child == 0:

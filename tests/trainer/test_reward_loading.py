@@ -12,10 +12,10 @@ import pytest
 
 from rollout import Rollout, RolloutError, RolloutGroup
 from trainer.config import ConfigError
-from trainer.reward_loading import check_arguments, load_reward
-from trainer.rewards import check_reward, score
-from trainer.rows import Row
-from trainer.tasks import Task, numeric
+from trainer.data.rows import Row
+from trainer.data.tasks import Task, numeric
+from trainer.rewards.loading import check_arguments, load_reward
+from trainer.rewards.rewards import check_reward, score
 
 
 @pytest.fixture(autouse=True)

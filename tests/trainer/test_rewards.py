@@ -15,10 +15,10 @@ import torch
 
 from rollout import Rollout, RolloutError, RolloutGroup
 from trainer.config import ConfigError, RewardConfig, TaskConfig
-from trainer.reward_loading import check_arguments, load_reward, reward_name
-from trainer.rewards import make_reward, score, shuffled
-from trainer.rows import Row
-from trainer.tasks import exact_match, final_answer, make_task, numeric
+from trainer.data.rows import Row
+from trainer.data.tasks import exact_match, final_answer, make_task, numeric
+from trainer.rewards.loading import check_arguments, load_reward, reward_name
+from trainer.rewards.rewards import make_reward, score, shuffled
 
 
 def _groups(*texts: list[str]) -> list[RolloutGroup]:

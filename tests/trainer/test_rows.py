@@ -11,7 +11,7 @@ import pytest
 
 import tiny_models
 from trainer.config import ConfigError
-from trainer.rows import DATA_PURPOSE, SHUFFLE_PURPOSE, Row, RowStream, permutation, read_jsonl, uniforms
+from trainer.data.rows import DATA_PURPOSE, SHUFFLE_PURPOSE, Row, RowStream, permutation, read_jsonl, uniforms
 
 # -- order --------------------------------------------------------------------------------------------------------
 

@@ -19,13 +19,13 @@ from transformers.utils import chat_template_utils
 import tiny_models
 from rollout import RolloutError, generate_rollouts
 from rollout_kernels import native
-from trainer import checkpoint
 from trainer.__main__ import CONFIG_DIRECTORY
 from trainer.config import ConfigError, TrainerConfig, parse_config
 from trainer.loop import train
 from trainer.run import Run, prepare
-from trainer.tracking import read_metrics
-from trainer.writing import WriteError
+from trainer.storage import checkpoint
+from trainer.storage.writing import WriteError
+from trainer.tracking.tracking import read_metrics
 
 CHANGING = ("timing_s/", "memory/")
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from trainer import checkpoint
 from trainer.config import ConfigError
-from trainer.run_folder import RunFolder
+from trainer.storage import checkpoint
+from trainer.storage.run_folder import RunFolder
 
 HOLDER = """
 import os, subprocess, sys, time
-from trainer.run_folder import RunFolder
+from trainer.storage.run_folder import RunFolder
 folder = RunFolder(sys.argv[1])
 child = {children}
 print(child, flush=True)

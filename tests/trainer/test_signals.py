@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 
 import trainer.loop
 import trainer.run
-import trainer.tracking
+import trainer.tracking.tracking
 import trainer.warm_start
 from caches import cache_with_kernels
-from trainer.tracking import read_metrics
+from trainer.tracking.tracking import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 6
@@ -96,7 +96,7 @@ MOMENTS = {
     "gradients": (trainer.loop, "policy_loss", 6, [4, 5]),
     "update": (trainer.loop, "learning_rate", 3, [3]),
     "evaluation": (trainer.loop, "evaluate", 2, [3]),
-    "line": (trainer.tracking.MetricsFile, "append", 3, [2]),
+    "line": (trainer.tracking.tracking.MetricsFile, "append", 3, [2]),
     "checkpoint": (trainer.loop, "save_checkpoint", 1, [4]),
 }
 

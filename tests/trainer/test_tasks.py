@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from trainer.config import ConfigError, TaskConfig
-from trainer.rows import Row
-from trainer.tasks import Task, _prompt_key, exact_match, final_answer, make_task, numeric
+from trainer.data.rows import Row
+from trainer.data.tasks import Task, _prompt_key, exact_match, final_answer, make_task, numeric
 
 
 def _operands(row: Row) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from trainer.__main__ import CONFIG_DIRECTORY
 from trainer.config import TrackingConfig, parse_config
 from trainer.loop import train
 from trainer.run import prepare
-from trainer.tracking import MetricsFile, Progress, SafeTracker, make_tracker, read_metrics
+from trainer.tracking.tracking import MetricsFile, Progress, SafeTracker, make_tracker, read_metrics
 
 # -- metrics.jsonl ------------------------------------------------------------------------------------------------
 

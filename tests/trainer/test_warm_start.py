@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from caches import cache_with_kernels
-from rollout.builtin import warm_started_directory
-from rollout.loading import load_model
 from rollout.manifest import find_damage
+from rollout.model.builtin import warm_started_directory
+from rollout.model.loading import load_model
 from trainer.config import ModelConfig, TaskConfig
-from trainer.tasks import arithmetic
+from trainer.data.tasks import arithmetic
 from trainer.warm_start import warm_started_tiny
 
 MADE = "warm start: 1 steps of imitation on worked examples"

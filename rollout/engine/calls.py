@@ -1,0 +1,51 @@
+"""A call of the engine: its requests, and their rollouts as they end, whoever steps."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+from rollout.engine.loop import EngineCore
+from rollout.engine.request import BadPrompt, Outcomes, RolloutHandle, failure
+from rollout.schedule.sequence import Request
+from rollout.types import Rollout
+
+
+class Call:
+    """One consumer. Its handles share a queue that nobody else reads."""
+
+    def __init__(self, core: EngineCore, requests: Iterable[Request | BadPrompt]) -> None:
+        self._core = core
+        self._outcomes: Outcomes = deque()
+        self.entries = [RolloutHandle(r, core.turns, self._outcomes) if isinstance(r, Request) else r for r in requests]
+        """What stands for the prompts, in order."""
+        self._places = {entry: place for place, entry in enumerate(self.entries) if isinstance(entry, RolloutHandle)}
+        self.num_rollouts = sum(handle.request.n for handle in self._places)
+
+    def rollouts(self) -> Iterator[tuple[int, Rollout]]:
+        """Submit, and yield (place, rollout) as they end; aborts what is left when it is dropped.
+
+        Steps when nothing is there and nobody else steps. Raises RolloutError if an error in a step of another thread
+        has ended the requests, after what had ended before.
+        """
+        self._core.turns.refuse_nesting()
+        num_left = self.num_rollouts
+        try:
+            self._core.meter.begin_call(self)
+            self._core.submit(self._places)
+            for place, entry in enumerate(self.entries):
+                if isinstance(entry, BadPrompt):
+                    entry.policy_version = self._core.scheduler.policy_version
+                    yield place, entry.group().rollouts[0]
+            while num_left:
+                if not self._outcomes:
+                    self._core.step(unless=lambda: bool(self._outcomes))
+                while self._outcomes:
+                    handle, outcome = self._outcomes.popleft()
+                    if not isinstance(outcome, Rollout):
+                        raise failure(outcome)
+                    num_left -= 1
+                    yield self._places[handle], outcome
+        finally:
+            if not self._core.turns.elsewhere:  # an iterator that was copied with the process
+                for handle in self._places:
+                    self._core.abort(handle)
+            self._core.meter.end_call(self)

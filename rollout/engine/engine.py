@@ -1,0 +1,328 @@
+"""The engine: prompts in, groups of completions out, over the caller's own weights."""
+
+import logging
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
+from functools import partial
+from pathlib import Path
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rollout.config import RolloutConfig, SamplingParams
+from rollout.engine.calls import Call
+from rollout.engine.exactness import decide_exactness
+from rollout.engine.loop import EngineCore, WhileRunning
+from rollout.engine.prompts import Prompt
+from rollout.engine.request import Limits, OnError, RequestOptions, RolloutHandle, make_requests
+from rollout.engine.stats import EngineStats, collect
+from rollout.errors import RolloutError
+from rollout.forward.runner import ModelRunner
+from rollout.forward.sampler import TRAIN
+from rollout.memory.device import device_bytes, pool_size
+from rollout.model.kv_cache import KVCache, LayerGroup
+from rollout.model.loading import (
+    check_matches,
+    check_module,
+    load_model,
+    load_tokenizer,
+    longest_sequence,
+    resolve_device,
+)
+from rollout.model.tokenizers import check_tokenizer, end_token_ids
+from rollout.model.views import check_shared, identify, make_view, training_view
+from rollout.model.weights import WeightWatch, check_update
+from rollout.schedule.block_pool import BlockPool
+from rollout.schedule.scheduler import Scheduler
+from rollout.schedule.sequence import Request
+from rollout.torch_state import check_parameters, own_torch_state
+from rollout.types import Rollout, RolloutGroup
+from rollout_kernels.pace import warn_if_slow
+
+logger = logging.getLogger(__name__)
+
+_BAR_DELAY = 5.0  # seconds before a progress bar shows
+
+
+class RolloutEngine:
+    """Generates groups of rollouts from a model directory or from the caller's module.
+
+    A module is read through a view and never changed; after its weights changed in place, call weights_updated().
+    Any thread may call anything: steps, forks, new weights, releases and close() happen one at a time, in the order in
+    which they were asked for, and what a request brings goes to whoever made it. Results do not depend on the caller's
+    autocast, inference mode, default device or dtype; an engine runs with the number of torch threads that it was made
+    with. close() it after use.
+    """
+
+    @own_torch_state()
+    def __init__(
+        self,
+        model: str | Path | PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        config: RolloutConfig | None = None,
+    ) -> None:
+        self.config = config = config or RolloutConfig()
+        if isinstance(model, str | Path):
+            tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
+            self.module = load_model(model, config.dtype, resolve_device(config.device))
+        else:
+            self.module = check_module(model)
+        check_tokenizer(tokenizer, self.module.config.vocab_size)
+        check_parameters(self.module)
+        self.tokenizer = tokenizer
+        parameter = next(self.module.parameters())
+        self.device, self.dtype = parameter.device, parameter.dtype
+        check_matches(config, self.device, self.dtype)
+        self.max_model_len = longest_sequence(config, self.module.config)
+        self.end_token_ids = end_token_ids(self.module, tokenizer)
+        self.layer_group = LayerGroup.of(self.module.config, self.dtype)
+        num_blocks = pool_size(config, self.layer_group, self.max_model_len, device_bytes(self.device))
+        limits = Limits(self.module.config.vocab_size, self.max_model_len, num_blocks, config.block_size)
+        self.exact, self.exact_reason = decide_exactness(self.module, self.layer_group, config, self.max_model_len)
+
+        self.pool = BlockPool(num_blocks, config.block_size)
+        self.scheduler = Scheduler(
+            self.pool,
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            config.prefill_chunk_size,
+            prefix_cache=config.prefix_cache,
+        )
+        self._limits = limits
+        self._make_requests = partial(make_requests, tokenizer=tokenizer, limits=limits)
+        self._warned = False
+        self._identity = identify(self.module)
+        self._num_threads = torch.get_num_threads()
+        warn_if_slow(self.device, self.dtype, self._num_threads)
+        cache = KVCache(self.layer_group, num_blocks, config.block_size, self.device)
+        view = make_view(self.module, exact=self.exact)
+        runner = ModelRunner(view, cache, config.max_num_seqs, exact=self.exact)
+        watch, special = WeightWatch(self.module), config.skip_special_tokens
+        self._core = EngineCore(self.scheduler, runner, watch, tokenizer, self.end_token_ids, special)
+
+    @property
+    def _runner(self) -> ModelRunner | None:
+        """None once the engine is closed."""
+        return self._core.runner
+
+    # -- generating ---------------------------------------------------------------------------------------------
+
+    def generate_rollouts(
+        self,
+        prompts: Seq[Prompt],
+        n: int = 16,
+        sampling: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        step: int = 0,
+        keys: Seq[int] | None = None,
+        purpose: int = TRAIN,
+        salt: str | None = None,
+        on_error: OnError = "raise",
+        progress: bool | None = None,
+    ) -> list[RolloutGroup]:
+        """n completions of each prompt: groups in prompt order, rollouts in index order.
+
+        A completion depends on the weights, its prompt's ids, its sampling parameters (seed included), `step`, its
+        key, its index and `purpose`, and on nothing else. keys: one per prompt, 0 .. 2**32 - 1; None: the prompt's
+        place in this call. salt: prompts share cached KV only with those of the same salt. Raises RolloutError before
+        any work if an input is bad; with on_error="return" a bad prompt (not a bad option) gets a group with `error`
+        set and one rollout of finish_reason "error", and the others run. progress: show a bar; None: on a terminal, in
+        long calls.
+        """
+        call = self._call(prompts, n, sampling, step=step, keys=keys, purpose=purpose, salt=salt, on_error=on_error)
+        hidden = None if progress is None else not progress
+        with tqdm(total=call.num_rollouts, unit="rollout", delay=_BAR_DELAY, disable=hidden, leave=False) as bar:
+            for _ in call.rollouts():
+                bar.update()
+        return [entry.group() for entry in call.entries]
+
+    def stream_rollouts(
+        self,
+        prompts: Seq[Prompt],
+        n: int = 16,
+        sampling: SamplingParams | Seq[SamplingParams] | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Iterator[tuple[int, Rollout]]:
+        """Like generate_rollouts, but yields (place of the prompt, rollout) as soon as each rollout has ended.
+
+        Inputs are checked at once. Dropping the iterator aborts what is left of its own and gives the blocks back. Any
+        number of iterators and calls may be in progress, one inside another or in several threads: each gets its own
+        rollouts, whoever steps, and the same as without company.
+        """
+        return self._call(prompts, n, sampling, **options).rollouts()
+
+    def _call(
+        self, prompts: Seq[Prompt], n: int, sampling: SamplingParams | Seq[SamplingParams] | None, **options: Any
+    ) -> Call:
+        """Everything is checked; nothing is submitted yet."""
+        self._core.ready()
+        check_shared(self.module, self._identity)
+        requests = self._make_requests(prompts, n, sampling, **options)
+        self._warn_of_short_pool([request for request in requests if isinstance(request, Request)])
+        return Call(self._core, requests)
+
+    def _warn_of_short_pool(self, requests: Seq[Request]) -> None:
+        shortage = None if self._warned else self._limits.shortage(requests)
+        if shortage is not None:
+            self._warned = True
+            logger.warning("%s", shortage)
+
+    def submit(
+        self,
+        prompt: Prompt,
+        n: int = 1,
+        sampling: SamplingParams | None = None,
+        *,
+        step: int = 0,
+        key: int = 0,
+        purpose: int = TRAIN,
+        salt: str | None = None,
+    ) -> RolloutHandle:
+        """Queue a prompt, from any thread; step() runs it. Raises RolloutError if it is bad."""
+        (handle,) = self._call([prompt], n, sampling, step=step, keys=[key], purpose=purpose, salt=salt).entries
+        assert isinstance(handle, RolloutHandle)
+        self._core.submit([handle])
+        return handle
+
+    @property
+    def has_work(self) -> bool:
+        """Whether step() has something to do."""
+        return self._core.has_work
+
+    def step(self) -> list[tuple[RolloutHandle, Rollout]]:
+        """One iteration: plan, run, append. Waits while another thread steps or changes something.
+
+        What happens goes to the handles and iterators that it belongs to, whoever steps. Returns, for convenience, the
+        completions that ended in this very step, whoever submitted them. An error or an interrupt in it ends every
+        request, gives every block back and leaves the engine usable; the owners of requests, in whatever thread, get a
+        RolloutError with it as the cause. Raises RolloutError inside a step (in a hook of the model).
+        """
+        return self._core.step()
+
+    def abort(self, handle: RolloutHandle) -> None:
+        """Stop a request, from any thread, without waiting: by the end of a step that runs its blocks are free.
+
+        Its completions that have not ended end with "abort" and what they have drawn so far, begun or not.
+        """
+        handle.check_owner(self._core.turns)
+        self._core.abort(handle)
+
+    def fork(
+        self, handle: RolloutHandle, index: int, sampling: SamplingParams | None = None, *, key: int | None = None
+    ) -> RolloutHandle:
+        """Fork a running completion where it stands, between steps; the fork goes on by itself.
+
+        It shares every block until either writes to it. Its completion holds what the parent had drawn; `sampling`
+        (None: the parent's; max_new_tokens counts from the prompt on) and `key` (None: the parent's) govern what
+        comes. Its rollout index, a part of its random numbers' counter, is n for a request's first fork, then n + 1,
+        and so on, forks of forks included.
+        """
+        with self._core.turn():
+            return self._core.fork(handle, index, sampling, key, self._limits.max_len)
+
+    # -- weights and state --------------------------------------------------------------------------------------
+
+    @property
+    def policy_version(self) -> int:
+        """How often the weights have changed; every rollout carries the version that made it."""
+        return self.scheduler.policy_version
+
+    @policy_version.setter
+    def policy_version(self, version: int) -> None:
+        with self._core.turn():
+            self._core.watch.check_version(version, self.policy_version)
+            self._core.set_policy_version(version)
+
+    def weights_updated(self, running: WhileRunning = "refuse") -> None:
+        """The shared weights changed in place: from now on rollouts carry the next policy_version. Moves no bytes.
+
+        KV of earlier versions cannot be found any more. Requests that wait run under the new weights. If some have
+        begun: "refuse" raises, "abort" ends them; "drain" is refused, since their weights are gone (drain() before).
+        The engine cannot hold up who writes into the weights: a write while another thread steps, or while requests
+        have begun, ends them with an error at the next look (after and before every step) where it is one of those
+        that are noticed, an optimizer's or a torch operation's. update_weights() waits for its turn instead.
+        """
+        with self._core.turn():
+            self._core.opened()
+            self._core.watch.refuse_mixed()
+            check_shared(self.module, self._identity)
+            if running == "drain" and self.scheduler.has_begun:
+                raise RolloutError(
+                    'running="drain": the old weights are gone already; call drain() before changing them'
+                )
+            self._core.settle(running)
+            self._core.set_policy_version(self.policy_version + 1)
+
+    @own_torch_state()
+    def update_weights(self, tensors: Mapping[str, Tensor], running: WhileRunning = "refuse") -> None:
+        """Copy new weights, by state-dict name, into the tensors that the engine reads (the caller's, if it shares).
+
+        From any thread, between steps. All or nothing: names, shapes and values are checked first. After an interrupt
+        in the copying, requests are refused until an update has succeeded. `running`: what to do with requests that
+        have begun; "drain" lets them end under the old weights.
+        """
+        with self._core.turn():
+            self._core.opened()
+            copies = check_update(self.module, tensors)
+            self._core.settle(running)
+            self._core.watch.replace(copies)
+            self._core.set_policy_version(self.policy_version + 1)
+
+    def drain(self) -> None:
+        """Step until every request that has begun has ended; those that wait stay where they are."""
+        with self._core.turn():
+            self._core.drain()
+
+    def release_memory(self) -> int:
+        """Give the KV pool back to the device's allocator (to the system, on a CPU); returns its bytes."""
+        with self._core.turn():
+            cache = self._core.ready().cache
+            if self.scheduler.has_begun:
+                raise RolloutError("requests are running on the KV pool: end them before release_memory()")
+            self.pool.forget_cached()
+            cache.release()
+            return cache.num_bytes
+
+    def restore_memory(self) -> None:
+        """Take the KV pool again after release_memory()."""
+        with self._core.turn():
+            cache = self._core.opened().cache
+            if cache.released:
+                cache.restore()
+
+    @own_torch_state()
+    def training_view(self, *, gradient_checkpointing: bool = False) -> PreTrainedModel:
+        """The module that a loss runs through to see this engine's log-probs bit for bit; same parameters."""
+        return training_view(
+            self.module, exact=self.exact, gradient_checkpointing=gradient_checkpointing, num_threads=self._num_threads
+        )
+
+    def stats(self) -> EngineStats:
+        """Sizes, gauges, peaks and counters of now."""
+        runner = self._runner
+        pool = runner.cache if runner is not None else None
+        return collect(
+            self.scheduler,
+            self._core.meter,
+            pool_bytes=0 if pool is None or pool.released else pool.num_bytes,
+            num_waiting=self._core.num_waiting,
+            exact=self.exact,
+            exact_reason=self.exact_reason,
+        )
+
+    def close(self) -> None:
+        """Free the KV pool and the view. Closing twice is fine; generating afterwards is an error.
+
+        Calls and iterators in other threads end with a RolloutError.
+        """
+        with self._core.turn():
+            self._core.close()
+
+    def __enter__(self) -> "RolloutEngine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,1 @@
+"""From planned chunks, or packs of completions, to tokens and log-probs."""

@@ -1,0 +1,80 @@
+"""Packs for the training view: each group's prompt once, its completions behind it, many groups in one row of tokens.
+
+    [prompt A | a1 | a2 | a3 | prompt B | b1 | ... ]
+
+A completion's rows attend the prompt's rows and their own, at the positions they were generated at, so the pack's
+logits are those of token-by-token decoding, in every bit.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollout.model.kv_cache import LayerGroup
+from rollout.torch_state import own_torch_state
+from rollout_kernels.plan import AttentionPlan, KVLayout, QuerySpan
+from rollout_kernels.tiles import ROW_MULTIPLE, round_up
+
+
+@dataclass(frozen=True)
+class Pack:
+    """T packed tokens (padded), and which of their logits score the C completion tokens.
+
+    ids, positions: [T] int64. targets: [C] int64, completion tokens in order of group, completion, place.
+    logit_rows: [C padded] int64, the token row whose logits predict each target; padding repeats row 0.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    plan: AttentionPlan
+    targets: Tensor
+    logit_rows: Tensor
+
+
+@own_torch_state()
+def build_pack(
+    groups: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]],
+    layer: LayerGroup,
+    device: torch.device,
+    *,
+    exact: bool,
+) -> Pack:
+    """Pack groups of (prompt ids, completions); every prompt and completion has at least one token."""
+    ids: list[int] = []
+    positions: list[int] = []
+    targets: list[int] = []
+    logit_rows: list[int] = []
+    spans: list[QuerySpan] = []
+    for prompt, completions in groups:
+        start, length = len(ids), len(prompt)
+        prompt_rows = np.arange(start, start + length)
+        spans.append(QuerySpan(prompt_rows, np.arange(1, length + 1), prompt_rows))
+        ids.extend(prompt)
+        positions.extend(range(length))
+        for completion in completions:
+            # the last token predicts nothing, so it needs no row
+            rows = np.arange(len(ids), len(ids) + len(completion) - 1)
+            if len(rows):
+                lengths = np.arange(length + 1, length + len(completion))
+                spans.append(QuerySpan(rows, lengths, np.concatenate([prompt_rows, rows])))
+            ids.extend(completion[:-1])
+            positions.extend(range(length, length + len(rows)))
+            targets.extend(completion)
+            logit_rows.extend([start + length - 1, *rows.tolist()])
+    multiple = ROW_MULTIPLE if exact else 1
+    total = round_up(len(ids), multiple)
+    layout = KVLayout(layer.num_kv_heads, layer.num_groups, unit=1, head_stride=total)
+
+    def padded(values: list[int], size: int) -> Tensor:
+        return torch.tensor(values + [0] * (size - len(values)), device=device)
+
+    return Pack(
+        ids=padded(ids, total),
+        positions=padded(positions, total),
+        plan=AttentionPlan(spans, layout, device),
+        targets=padded(targets, len(targets)),
+        logit_rows=padded(logit_rows, round_up(len(logit_rows), multiple)),
+    )

@@ -1,0 +1,1 @@
+"""What memory there is, what will be taken of it, and what was."""

@@ -1,0 +1,205 @@
+"""Two views of the caller's module: the same parameters, our attention and activations.
+
+A view is a second module tree over the very tensors of the first. The rollout view generates (eval, no gradients), the
+training view is what the loss runs through; gradients land on the shared parameters. The same modules are replaced in
+both, so that they compute the same bits. The caller's module itself is never changed.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.activations import ACT2FN
+
+from rollout.errors import RolloutError
+from rollout.model.kv_cache import KVCache
+from rollout.model.substitutions import fuse
+from rollout.torch_state import own_torch_state
+from rollout_kernels.activations import SiLU
+from rollout_kernels.attention import attend, training_attention
+from rollout_kernels.plan import AttentionPlan
+from rollout_kernels.tiles import ROW_MULTIPLE, round_up
+
+ATTENTION_NAME = "cowroll"
+# what transformers passes every attention function, and what ours takes or may ignore
+_KNOWN_KEYWORDS = {
+    "position_ids",
+    "use_cache",
+    "is_causal",
+    "cache_position",
+    "output_attentions",
+    "output_hidden_states",
+}
+
+
+@dataclass
+class AttentionContext:
+    """What attention needs to know of one forward; passed to the model as a keyword and by it to every layer."""
+
+    plan: AttentionPlan
+    cache: KVCache | None = None
+    """None in training: rows attend rows of the same pack."""
+    write_rows: Tensor | None = None
+    """[T * kv_heads] int64, where each new token's keys and values go in the cache."""
+    layers_seen: list[int] | None = None
+    """Filled while generating, to assert one call per layer."""
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    attention_context: AttentionContext | None = None,
+    **unknown: Any,
+) -> tuple[Tensor, None]:
+    """Called by transformers in every layer: query [1, H, T, D], key and value [1, K, T, D] of the new tokens only."""
+    extra = {name for name, given in unknown.items() if given is not None} - _KNOWN_KEYWORDS
+    if extra or dropout or attention_mask is not None or attention_context is None:
+        what = sorted(extra) or f"dropout={dropout}, a mask or no context"
+        raise RolloutError(f"attention of {type(module).__name__} asks for {what}, which this engine does not compute")
+    dim = query.shape[-1]
+    padding = round_up(dim, ROW_MULTIPLE) - dim
+    if padding:
+        query, key, value = (F.pad(x, (0, padding)) for x in (query, key, value))
+    q = query[0].transpose(0, 1).contiguous()
+    if attention_context.cache is None:
+        out = training_attention(
+            q, key[0].contiguous(), value[0].contiguous(), attention_context.plan, scaling, sliding_window
+        )
+    else:
+        out = _cached_attention(module, q, key, value, attention_context, scaling, sliding_window)
+    return out[None, ..., :dim], None
+
+
+def _cached_attention(
+    module: nn.Module,
+    q: Tensor,
+    key: Tensor,
+    value: Tensor,
+    context: AttentionContext,
+    scaling: float,
+    window: int | None,
+) -> Tensor:
+    cache, layer, rows = context.cache, module.layer_idx, context.write_rows
+    assert cache is not None
+    assert rows is not None
+    assert isinstance(layer, int)
+    if context.layers_seen is not None:
+        context.layers_seen.append(layer)
+    new_keys, new_values = (x[0].transpose(0, 1).reshape(-1, x.shape[-1]) for x in (key, value))
+    cache.write(layer, rows, new_keys, new_values)
+    keys, values = cache.flat(layer)
+    return attend(q, keys, values, context.plan, scaling, window)[0]
+
+
+AttentionInterface.register(ATTENTION_NAME, _attention)
+
+
+def _exact_activations(view: PreTrainedModel) -> None:
+    """Replace SiLU, whose bits depend on the tensor's size, by a form whose do not."""
+    silu = type(ACT2FN["silu"])
+    for module in view.modules():
+        for name, child in module.named_children():
+            if isinstance(child, silu | nn.SiLU):
+                setattr(module, name, SiLU())
+
+
+SUBSTITUTIONS: list[Callable[[PreTrainedModel], None]] = [_exact_activations]
+"""What exact mode changes in both views, in order, before compiled kernels take what they can."""
+
+
+def _shared_tensors(module: nn.Module) -> dict[str, Tensor]:
+    persistent = module.state_dict(keep_vars=True)
+    return dict(module.named_parameters(remove_duplicate=False)) | persistent
+
+
+def bare_view(module: PreTrainedModel) -> PreTrainedModel:
+    """A module tree over `module`'s own parameters and buffers, in eval mode."""
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in _shared_tensors(module).values()}
+    for nested in module.modules():
+        # the caller's hooks are for the caller's forwards, and may not be copyable
+        memo |= {id(v): type(v)() for name, v in vars(nested).items() if "hooks" in name and isinstance(v, dict)}
+    return copy.deepcopy(module, memo).eval()
+
+
+@own_torch_state()
+def make_view(module: PreTrainedModel, *, exact: bool, num_threads: int | None = None) -> PreTrainedModel:
+    """A view that attends through this engine, with as many torch threads (None: those of now) in every forward."""
+    view = bare_view(module)
+    view.num_threads = torch.get_num_threads() if num_threads is None else num_threads
+    view.set_attn_implementation(ATTENTION_NAME)
+    if exact:
+        for substitute in SUBSTITUTIONS:
+            substitute(view)
+    fuse(view)
+    return view
+
+
+def training_view(
+    module: PreTrainedModel, *, exact: bool, gradient_checkpointing: bool, num_threads: int | None = None
+) -> PreTrainedModel:
+    """The view that the loss runs through; dropout is refused, since the generator has none."""
+    for name, submodule in module.named_modules():
+        if isinstance(submodule, nn.Dropout) and submodule.p > 0:
+            raise RolloutError(
+                f"{name} has dropout {submodule.p}; set it to 0, since rollouts are drawn without dropout"
+            )
+    dropout = getattr(module.config, "attention_dropout", 0.0)
+    if dropout:
+        raise RolloutError(f"attention_dropout={dropout}: set it to 0, since rollouts are drawn without dropout")
+    view = make_view(module, exact=exact, num_threads=num_threads)
+    if gradient_checkpointing:
+        # renamed in transformers 5.24
+        enable = getattr(view, "activation_checkpointing_enable", view.gradient_checkpointing_enable)
+        enable({"use_reentrant": False})
+        view.train()
+    return view
+
+
+Identity = dict[str, tuple[int, torch.dtype, torch.Size]]
+
+
+def identify(module: PreTrainedModel) -> Identity:
+    """Where a module's parameters and persistent buffers lie, and what they are."""
+    return {name: (t.data_ptr(), t.dtype, t.shape) for name, t in _shared_tensors(module).items()}
+
+
+def check_shared(module: PreTrainedModel, expected: Identity) -> None:
+    """Raise if the caller's module no longer has the tensors that the views read."""
+    now = identify(module)
+    for name, identity in expected.items():
+        if now.get(name) != identity:
+            raise RolloutError(
+                f"{name} is no longer the tensor that the engine reads (replaced by .to(), .data = or a resize): update"
+                " weights in place, or make a new engine"
+            )
+
+
+def raw_logits(
+    view: PreTrainedModel, context: AttentionContext, ids: Tensor, positions: Tensor, rows: Tensor
+) -> Tensor:
+    """One forward over ids [T] at positions [T]: logits [R, V] of the token rows [R], in the model's dtype.
+
+    T and R are multiples of 16 where bits matter. The caller's autocast and inference mode do not reach the model.
+    """
+    with own_torch_state(view.num_threads):
+        out = view(
+            input_ids=ids[None],
+            position_ids=positions[None],
+            use_cache=False,
+            logits_to_keep=rows,
+            attention_context=context,
+        )
+    logits: Tensor = out.logits[0]
+    return logits

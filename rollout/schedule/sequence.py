@@ -1,0 +1,128 @@
+"""Requests and their sequences, as the scheduler sees them: counts and blocks, no tensors."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from rollout.config import SamplingParams
+from rollout.schedule.block_pool import BlockPool, BlockTable
+from rollout.schedule.prefix_cache import CachedBlock, CacheKey
+from rollout.types import FinishReason
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A prompt (index -1) or one of its completions (index 0 .. n - 1)."""
+
+    request: "Request"
+    index: int
+    token_ids: list[int]
+    """Prompt and completion so far."""
+    table: BlockTable
+    num_computed: int = 0
+    """Leading tokens whose KV is in the blocks."""
+    slot: int = -1
+    """Row of the device's last-token table while it runs; -1 for a prompt."""
+    first_logits: object | None = None
+    """Row of its prompt's logits, until it has drawn its first token from them."""
+    recomputing: bool = False
+    """Preempted: its tokens are prefilled again before it goes on."""
+    num_preemptions: int = 0
+    first_token_at: float = 0.0
+    """Clock when it drew its first token."""
+    cached: list[CachedBlock] = field(default_factory=list)
+    """Nodes of its leading blocks in the prefix cache."""
+    logprobs: list[float] = field(default_factory=list)
+    raw_logprobs: list[float] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def completion_ids(self) -> list[int]:
+        return self.token_ids[self.request.num_prompt_tokens :]
+
+    @property
+    def is_prompt(self) -> bool:
+        return self.index < 0
+
+
+@dataclass(eq=False)
+class Request:
+    """One prompt, to be completed n times."""
+
+    prompt_ids: list[int]
+    n: int
+    sampling: SamplingParams
+    seed: int
+    step: int
+    key: int
+    purpose: int
+    max_len: int
+    """Longest sequence: by max_new_tokens, the model and the pool."""
+    prompt: Sequence | None = None
+    """Holds the prompt's blocks from its prefill until the last completion has been forked."""
+    salt: str | None = None
+    """Requests share cached KV only with those of the same salt."""
+    submitted_at: float = 0.0
+    """Clock when it was submitted."""
+    lost_tokens: int = 0
+    """Prompt tokens whose KV was given up and has to be found or computed again."""
+    policy_version: int = 0
+    """Weights that it runs under, from its admission on."""
+    logits_row: object | None = None
+    """Logits after the prompt, on the device; every completion draws its first token from them."""
+    unforked: deque[int] = field(default_factory=deque)
+    """Completions that have not begun."""
+    sequences: list[Sequence] = field(default_factory=list)
+    """Completions that have begun, finished ones included."""
+    forked_from: "Request | None" = None
+    num_forked: int = 0
+    """Forks of its running completions so far."""
+
+    def __post_init__(self) -> None:
+        self.unforked.extend(range(self.n))
+
+    @property
+    def family(self) -> "Request":
+        """The request whose prompt blocks this one shares: its own, or that of the sequence it was forked from."""
+        return self.forked_from.family if self.forked_from is not None else self
+
+    @property
+    def cache_key(self) -> CacheKey:
+        return (self.policy_version, self.salt)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_ids)
+
+    @property
+    def prefilled(self) -> bool:
+        return self.logits_row is not None
+
+    @property
+    def finished(self) -> bool:
+        return not self.unforked and all(s.finish_reason for s in self.sequences)
+
+    def fork(self, sampling: SamplingParams, key: int, max_len: int) -> "Request":
+        """A request of one completion of the same prompt, for a fork of a running one."""
+        seed = self.seed if sampling.seed is None else sampling.seed
+        return Request(self.prompt_ids, 1, sampling, seed, self.step, key, self.purpose, max_len, salt=self.salt)
+
+    def start_prompt(self, pool: BlockPool) -> Sequence:
+        self.prompt = Sequence(self, -1, list(self.prompt_ids), BlockTable(pool))
+        return self.prompt
+
+    def drop_prompt(self) -> None:
+        """Give the prompt's blocks and logits back; it is prefilled again if completions are still to come."""
+        if self.prompt is not None:
+            self.prompt.table.free()
+        self.prompt = self.logits_row = None
+
+    def shared_prefix(self, block_size: int) -> BlockTable | None:
+        """A new table over the prompt's full blocks, if some live sequence of this request still holds their KV."""
+        full = self.num_prompt_tokens // block_size
+        holders = [self.prompt] if self.prompt is not None and self.prefilled else []
+        holders += [s for s in self.sequences if s.table.blocks and s.num_computed >= full * block_size]
+        return holders[0].table.fork(full) if holders and full else None

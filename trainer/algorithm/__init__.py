@@ -1,0 +1,1 @@
+"""From rewards and log-probs to a loss."""

@@ -1,0 +1,186 @@
+"""From what Hydra composed to a checked configuration; everything that is wrong is refused by its key."""
+
+import math
+import os
+import types
+import unicodedata
+from dataclasses import asdict, fields, is_dataclass
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rollout import RolloutError, SamplingParams
+from trainer.config.schema import ConfigError, TrainerConfig
+
+# a rollout is a function of its own inputs, so the engine's sizes change its speed and nothing else
+_ROLLOUT_SIZES = {
+    f"rollout.{name}"
+    for name in (
+        "block_size",
+        "num_blocks",
+        "memory_fraction",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "prefill_chunk_size",
+        "prefix_cache",
+    )
+}
+
+
+def text_keys(node: type = TrainerConfig, prefix: str = "") -> dict[str, bool]:
+    """Every key whose value is text, by its full name, and whether it may be null."""
+    found: dict[str, bool] = {}
+    for name, kind in get_type_hints(node).items():
+        if is_dataclass(kind):
+            assert isinstance(kind, type)
+            found |= text_keys(kind, f"{prefix}{name}.")
+        elif kind is str or (isinstance(kind, types.UnionType) and str in get_args(kind)):
+            found[prefix + name] = kind is not str
+    return found
+
+
+def parse_config(raw: DictConfig | dict[str, Any]) -> TrainerConfig:
+    """Check a composed configuration: unknown keys, types, ranges. Raises ConfigError naming the key."""
+    raw = OmegaConf.create(raw) if isinstance(raw, dict) else raw
+    for spec in fields(TrainerConfig):
+        if is_dataclass(spec.type) and spec.name in raw and not OmegaConf.is_dict(raw[spec.name]):
+            raise ConfigError(f"{spec.name}={raw[spec.name]!r}: is a group of keys, not a value")
+    _check_text(raw)
+    try:
+        schema = OmegaConf.structured(TrainerConfig)
+        # OmegaConf takes a frozen dataclass for one that may not be filled in
+        OmegaConf.set_readonly(schema.rollout, False)
+        merged = OmegaConf.merge(schema, raw)
+        # a merge fills open values of `raw` with defaults
+        missing = OmegaConf.missing_keys(raw) | OmegaConf.missing_keys(merged)
+        if missing:
+            raise ConfigError(f"{min(missing)}: has no value; give one")
+        config = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        key = error.full_key or error.key
+        raise ConfigError(f"{key}: {str(error.msg or error).splitlines()[0]}") from error
+    except RolloutError as error:
+        raise ConfigError(f"rollout.{error}") from error
+    assert isinstance(config, TrainerConfig)
+    _check_ranges(config, "")
+    _check_folders(config)
+    _check_combinations(config)
+    sampling_params(config)
+    return config
+
+
+def sampling_params(config: TrainerConfig) -> SamplingParams:
+    """The engine's own form of the sampling group, with the run's seed."""
+    try:
+        return SamplingParams(seed=config.seed, **asdict(config.sampling))
+    except RolloutError as error:
+        raise ConfigError(f"sampling.{error}") from error
+
+
+def _check_text(raw: DictConfig) -> None:
+    """Refuse what YAML took for something else than text: how it was written cannot be told any more."""
+    values = OmegaConf.to_container(raw, resolve=False)
+    for key, may_be_null in text_keys().items():
+        node: Any = values
+        for part in key.split("."):
+            node = node.get(part, "") if isinstance(node, dict) else ""
+        if isinstance(node, bool | float):
+            raise ConfigError(f"{key}={node!r}: must be text; put it in quotes where it is written")
+        if node is None and not may_be_null:
+            raise ConfigError(f"{key}: must be text, not null; for the word itself write '{key}=\"null\"'")
+
+
+def _check_folders(config: TrainerConfig) -> None:
+    """Refuse names that no folder can have, or that no printed command could hold."""
+    for key, value, parts in (
+        ("name", config.name, (config.name,)),
+        ("run_dir", config.run_dir, Path(config.run_dir).parts),
+    ):
+        problem = None
+        if not value.strip():
+            problem = "is empty"
+        elif any(unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") for c in value):
+            problem = "has a control character, a line break or half a character"
+        elif max(len(os.fsencode(part)) for part in parts) > 255:
+            problem = "is longer than the 255 bytes that a folder's name may have"
+        elif key == "name" and ("/" in value or value in (".", "..")):
+            problem = "is not the name of one folder; run_dir says where the run lives"
+        if problem is not None:
+            shown = value if len(value) <= 80 else value[:77] + "..."
+            raise ConfigError(f"{key}={shown!r}: {problem}")
+
+
+def _check_ranges(node: Any, prefix: str) -> None:
+    for spec in fields(node):
+        value, key, limits = getattr(node, spec.name), f"{prefix}{spec.name}", spec.metadata
+        if is_dataclass(value):
+            _check_ranges(value, f"{key}.")
+        elif value is None or not limits:
+            continue
+        elif limits["choices"] is not None and value not in limits["choices"]:
+            raise ConfigError(f"{key}={value!r}: use one of {', '.join(limits['choices'])}")
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{key}={value!r}: must be finite")
+        elif limits["at_least"] is not None and value < limits["at_least"]:
+            raise ConfigError(f"{key}={value!r}: must be at least {limits['at_least']}")
+        elif limits["above"] is not None and value <= limits["above"]:
+            raise ConfigError(f"{key}={value!r}: must be more than {limits['above']}")
+        elif limits["at_most"] is not None and value > limits["at_most"]:
+            raise ConfigError(f"{key}={value!r}: must be at most {limits['at_most']}")
+
+
+CONTENTS = ("data", "reward", "model")
+"""What a run that goes on compares by contents, and may be told to take changed."""
+
+
+def _check_combinations(config: TrainerConfig) -> None:
+    for name in config.resume_changed:
+        if name not in CONTENTS:
+            raise ConfigError(f"resume_changed={name!r}: use {', '.join(CONTENTS)} in a list, as in [{CONTENTS[0]}]")
+    if config.resume_changed and config.resume is None:
+        raise ConfigError("resume_changed: is for a run that goes on; add resume=auto")
+    if config.model.kind == "hf" and not config.model.path:
+        raise ConfigError("model.path: model=hf needs a directory, as in model.path=DIR")
+    if config.task.kind == "jsonl" and not config.task.path:
+        raise ConfigError("task.path: task=jsonl needs a file, as in task.path=FILE")
+    if config.reward.kind == "custom" and not config.reward.path:
+        raise ConfigError("reward.path: reward=custom needs package.module:function or FILE.py:function")
+    for key, path, kind, wanted in (
+        ("model.path", config.model.path, config.model.kind, "hf"),
+        ("task.path", config.task.path, config.task.kind, "jsonl"),
+        ("task.eval_path", config.task.eval_path, config.task.kind, "jsonl"),
+        ("reward.path", config.reward.path, config.reward.kind, "custom"),
+    ):
+        if path is not None and kind != wanted:
+            group = key.split(".")[0]
+            raise ConfigError(f"{key}={path!r}: is for {group}={wanted}, and {group} is {kind}; add {group}={wanted}")
+    if config.algorithm.kl_coef and sampling_params(config).cuts:
+        raise ConfigError("algorithm.kl_coef: a KL term needs the whole vocabulary; switch off top_k, top_p and min_p")
+    if config.sampling.temperature == 0.0:
+        raise ConfigError("sampling.temperature=0.0: greedy rollouts of a group are all equal and teach nothing")
+    if config.model.kind == "hf" and config.model.warm_start_steps:
+        raise ConfigError("model.warm_start_steps: only model=tiny is warm-started")
+    if config.optim.beta1 == 1.0 or config.optim.beta2 == 1.0:
+        raise ConfigError("optim.beta1, optim.beta2: must be less than 1")
+
+
+def trajectory_keys(config: TrainerConfig) -> dict[str, Any]:
+    """Every key that decides what a run computes, flat; a resumed run must have the same values."""
+    # without exactness the engine's sizes change its bits
+    flat = dict(_flatten(config, "", set() if config.rollout.exact == "off" else _ROLLOUT_SIZES))
+    if config.optim.schedule != "constant":
+        flat["steps"] = config.steps  # the learning rate of every step depends on where the run ends
+    return flat
+
+
+def _flatten(node: Any, prefix: str, without: set[str]) -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for spec in fields(node):
+        value, key = getattr(node, spec.name), f"{prefix}{spec.name}"
+        if is_dataclass(value):
+            found += _flatten(value, f"{key}.", without)
+        elif spec.metadata.get("trajectory", True) and f"{prefix}{spec.name}" not in without:
+            found.append((key, value))
+    return found

@@ -1,0 +1,1 @@
+"""Rows to train and evaluate on: read, made, and rendered as prompts."""

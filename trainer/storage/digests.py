@@ -1,0 +1,145 @@
+"""What a run depends on besides its keys, by contents: data, reward and model, each as a digest."""
+
+import hashlib
+import json
+import logging
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from trainer.config import ConfigError, TrainerConfig
+from trainer.data.rows import Row
+from trainer.data.tasks import Task
+from trainer.rewards.loading import REWARD_MODULE
+
+logger = logging.getLogger(__name__)
+
+_GROUPS = {
+    "training data": "data",
+    "held-out data": "data",
+    "reward": "reward",
+    "model": "model",
+    "tokenizer": "model",
+    "chat template": "model",
+}
+"""What is compared, and the word in resume_changed that lets it differ."""
+
+_WHOLE = 256 * 2**20
+_CHUNK, _STRIDE = 2**20, 64 * 2**20
+_MODEL_FILES = ("config.json", "generation_config.json", "*.safetensors")
+_TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "*.model")
+_NOT_THE_USER_S = {"rollout_kernels", "rollout", "trainer", "__main__"} | sys.stdlib_module_names
+_INSTALLED = {"site-packages", "dist-packages"}
+
+
+def task_contents(config: TrainerConfig, task: Task) -> dict[str, str]:
+    """Digests of the rows, and of a custom reward's source."""
+    contents = {"training data": rows_digest(task.train_rows), "held-out data": rows_digest(task.eval_rows)}
+    if config.reward.path is not None:
+        contents["reward"] = reward_digest(config.reward.path)
+    return contents
+
+
+def model_contents(directory: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """Digests of a model directory: config and weights, tokenizer, and chat template; for hf."""
+    template = json.dumps(tokenizer.chat_template, sort_keys=True)
+    return {
+        "model": files_digest(path for pattern in _MODEL_FILES for path in directory.glob(pattern)),
+        "tokenizer": files_digest(path for pattern in _TOKENIZER_FILES for path in directory.glob(pattern)),
+        "chat template": hashlib.sha256(template.encode()).hexdigest(),
+    }
+
+
+def check_contents(config: TrainerConfig, began: Mapping[str, str] | None, now: Mapping[str, str]) -> set[str]:
+    """What differs from what the run began with, if it did; ConfigError unless resume_changed allows it."""
+    if began is None:
+        return set()
+    changed = {name for name in now if began.get(name) != now[name]}
+    for name in sorted(changed):
+        group = _GROUPS[name]
+        if group not in config.resume_changed:
+            raise ConfigError(
+                f"{_key(config, name)}: the {name} has changed since the run began; put it back as it was, or go on"
+                f" all the same with resume_changed=[{','.join([*config.resume_changed, group])}]"
+            )
+        logger.warning("resume: the %s has changed since the run began, as resume_changed allows", name)
+    return changed
+
+
+def _key(config: TrainerConfig, name: str) -> str:
+    if name == "held-out data" and config.task.eval_path is not None:
+        return "task.eval_path"
+    return {"data": "task.path", "reward": "reward.path", "model": "model.path"}[_GROUPS[name]]
+
+
+def rows_digest(rows: Sequence[Row]) -> str:
+    """Of the rows as they were parsed, in their order; spelling and white space of the file do not count."""
+    digest = hashlib.sha256()
+    for row in rows:
+        values = [row.prompt, row.answer, row.columns]
+        digest.update(json.dumps(values, sort_keys=True).encode() + b"\n")
+    return digest.hexdigest()
+
+
+def reward_digest(path: str) -> str:
+    """Of the name of a function that is loaded, and the sources that it may be made of.
+
+    These are the loaded modules whose files lie in its file's folder or below, for a module of a package in the
+    package's; installed packages and other reward files apart. Modules that are first imported when it is called, and
+    data files, cannot be known.
+    """
+    module_name, _, name = path.rpartition(":") if ":" in path else path.rpartition(".")
+    if module_name.endswith(".py"):
+        file: Path | None = Path(module_name).expanduser().resolve()
+        levels = 0
+    else:
+        file = _source(sys.modules.get(module_name))
+        # a module a.b.c lies two folders below that of a, if it is a package itself in one of its own
+        levels = max(0, module_name.count(".") - 1 + (file is not None and file.name == "__init__.py"))
+    digest = hashlib.sha256(name.encode())
+    if file is not None:
+        root = file.parents[levels]
+        for source in sorted(_neighbours(root) | {file}):
+            text = source.read_bytes()
+            digest.update(f"{source.relative_to(root)} {len(text)}\n".encode() + text)
+    return digest.hexdigest()
+
+
+def _source(module: object) -> Path | None:
+    file = getattr(module, "__dict__", {}).get("__file__")
+    return Path(file).resolve() if isinstance(file, str) and file.endswith(".py") else None
+
+
+def _neighbours(root: Path) -> set[Path]:
+    """Files of the loaded modules at root and below; not of packages that are installed there, nor of reward files."""
+    found = set[Path]()
+    for name, module in list(sys.modules.items()):
+        source = _source(module)
+        if source is None or not source.is_relative_to(root) or name.startswith(REWARD_MODULE):
+            continue
+        if name.split(".")[0] not in _NOT_THE_USER_S and _INSTALLED.isdisjoint(source.relative_to(root).parts):
+            found.add(source)
+    return found
+
+
+def files_digest(paths: Iterable[Path]) -> str:
+    """Of names, sizes and contents. Of a file of more than 256 MiB the first of every 64 MiB, and the end, are read."""
+    digest = hashlib.sha256()
+    for path in sorted({path for path in paths if path.is_file()}):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        if path.name == "tokenizer_config.json":
+            digest.update(_without_template(path))
+            continue
+        with path.open("rb") as file:
+            for place in [*range(0, size, _CHUNK if size <= _WHOLE else _STRIDE), max(0, size - _CHUNK)]:
+                file.seek(place)
+                digest.update(file.read(_CHUNK))
+    return digest.hexdigest()
+
+
+def _without_template(path: Path) -> bytes:
+    values = json.loads(path.read_text())
+    return json.dumps({name: value for name, value in values.items() if name != "chat_template"}).encode()
