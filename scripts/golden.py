@@ -31,7 +31,7 @@ Digests = dict[str, str]
 
 _SIZES = {
     "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.2, "vocab_size": 260,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.2, "vocab_size": 264,
     "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0,
 }  # fmt: skip
 FAMILIES: dict[str, tuple[PretrainedConfig | None, list[str]]] = {
