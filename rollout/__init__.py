@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rollout.config import RolloutConfig, SamplingParams
     from rollout.engine.chat import ChatPrompt
     from rollout.engine.engine import RolloutEngine
-    from rollout.engine.request import RolloutHandle
+    from rollout.engine.handles import RolloutHandle
     from rollout.engine.stats import EngineStats
     from rollout.errors import ExactnessError, RolloutError
     from rollout.types import Rollout, RolloutGroup, TokenEvent
@@ -24,7 +24,7 @@ _HOMES = {
     "rollout.config": ("RolloutConfig", "SamplingParams"),
     "rollout.engine.chat": ("ChatPrompt",),
     "rollout.engine.engine": ("RolloutEngine",),
-    "rollout.engine.request": ("RolloutHandle",),
+    "rollout.engine.handles": ("RolloutHandle",),
     "rollout.engine.stats": ("EngineStats",),
     "rollout.errors": ("ExactnessError", "RolloutError"),
     "rollout.types": ("Rollout", "RolloutGroup", "TokenEvent"),

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rollout.config import RolloutConfig, SamplingParams
 from rollout.engine.engine import RolloutEngine
 from rollout.engine.prompts import Prompt
-from rollout.engine.request import OnError
+from rollout.engine.requests import OnError
 from rollout.errors import RolloutError
 from rollout.model.builtin import build_tiny, warm_started_directory
 from rollout.types import RolloutGroup

@@ -54,7 +54,7 @@ def restore_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(params=[1, 2, 3], ids=lambda count: f"{count}threads")
+@pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.slow), 3], ids=lambda count: f"{count}threads")
 def threads(request: pytest.FixtureRequest, restore_threads: None) -> int:
     """The test runs under 1, 2 and 3 threads."""
     count: int = request.param

@@ -1,6 +1,7 @@
 """The shape of the source: imports run one way, planning needs no torch, and one function makes log-probs."""
 
 import ast
+import graphlib
 import importlib
 import os
 import re
@@ -16,7 +17,12 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {"rollout_kernels": ROOT / "kernels" / "rollout_kernels", "rollout": ROOT / "rollout"}
 PACKAGES["trainer"] = ROOT / "trainer"
 SOURCES = sorted(path for folder in PACKAGES.values() for path in folder.rglob("*.py"))
-TORCH_FREE = ("block_pool", "config", "errors", "scheduler", "sequence", "types")
+FLOORS = ("schedule", "model", "forward", "memory", "engine")
+"""Of rollout/, from the lowest; each may use those below it, and what lies in no folder."""
+ON_TOP = {"rollout.api", "rollout.plan"}
+"""Modules of no folder that use the floors; the others are the ground that every floor may use."""
+TOO_LONG = {"rollout/engine/engine.py", "rollout/engine/loop.py", "rollout/schedule/scheduler.py", "trainer/run.py"}
+"""Still to be cut: a little more than 300 lines, or a function of more than 50."""
 
 
 def _where(path: Path) -> str:
@@ -60,7 +66,7 @@ def test_sources_are_where_these_tests_look() -> None:
         "rollout/engine/engine.py",
         "trainer/loop.py",
     }
-    assert "rollout.types" in set(_imports(ROOT / "rollout" / "engine.py"))
+    assert "rollout.types" in set(_imports(ROOT / "rollout" / "engine" / "engine.py"))
 
 
 @pytest.mark.parametrize(
@@ -76,35 +82,71 @@ def test_imports_run_one_way(package: str, forbidden: set[str]) -> None:
 
 
 def test_trainer_knows_no_blocks_and_no_launches() -> None:
-    engine = {f"rollout.{name}" for name in ("block_pool", "sequence", "scheduler", "model_runner", "kernels")}
+    planning = {name for name in _modules() if name.startswith("rollout.schedule.")}
     launches = {f"rollout_kernels.{name}" for name in ("attention", "plan", "tiles", "activations")}
-    assert _importers("trainer", engine | launches) == []
+    assert _importers("trainer", planning | launches | {"rollout.forward.runner"}) == []
     named = re.compile(r"\b(block_table|BlockTable|BlockPool|ScheduledBatch|slot_mapping)\b")
-    assert [_where(path) for path in PACKAGES["trainer"].glob("*.py") if named.search(path.read_text())] == []
+    assert [_where(path) for path in PACKAGES["trainer"].rglob("*.py") if named.search(path.read_text())] == []
 
 
-@pytest.mark.parametrize("name", TORCH_FREE)
-def test_planning_imports_no_torch(name: str) -> None:
-    # a package of the same name whose __init__ does not run, and a torch that cannot be imported
-    code = f"""
-import importlib, sys, types
-package = types.ModuleType("rollout")
-package.__path__ = [{str(ROOT / "rollout")!r}]
-sys.modules.update(rollout=package, torch=None, transformers=None)
-module = importlib.import_module("rollout.{name}")
-print(module.__file__)
-"""
-    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=False)
+def _modules() -> dict[str, Path]:
+    """Every module of ours by its full name."""
+    return {
+        ".".join([package, *path.relative_to(folder).with_suffix("").parts]).removesuffix(".__init__"): path
+        for package, folder in PACKAGES.items()
+        for path in folder.rglob("*.py")
+    }
+
+
+def _height(module: str) -> int:
+    """The floor of a module of rollout; -1 for the ground."""
+    if module == "rollout" or module in ON_TOP:
+        return len(FLOORS)
+    floor = module.split(".")[1]
+    return FLOORS.index(floor) if floor in FLOORS else -1
+
+
+def test_floors_use_only_those_below() -> None:
+    upwards = [
+        f"{module} imports {name}"
+        for module, path in _modules().items()
+        for name in _imports(path)
+        if module.startswith("rollout.") and name.startswith("rollout.") and _height(name) > _height(module)
+    ]
+    assert upwards == []
+
+
+def test_imports_have_no_circle() -> None:
+    modules = _modules()
+    graph = {
+        module: {name for name in _imports(path) if name in modules} - {module} for module, path in modules.items()
+    }
+    graph["rollout"] = set()  # imports names when they are asked for
+    graphlib.TopologicalSorter(graph).prepare()
+
+
+def test_no_folder_is_crowded() -> None:
+    folders = {path.parent for path in SOURCES} | {ROOT / "scripts"}
+    assert {_where(folder): n for folder in folders if (n := len(list(folder.glob("*.py")))) > 12} == {}
+
+
+def test_planning_imports_no_torch() -> None:
+    names = [name for name in _modules() if name.startswith("rollout.schedule.")]
+    blocked = "import sys; sys.modules.update(torch=None, transformers=None, numpy=None)"
+    code = f"{blocked}\nimport rollout.schedule, {', '.join(names)}, rollout.config, rollout.types, trainer.config"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == str(ROOT / "rollout" / f"{name}.py")
+    assert len(names) >= 6
 
 
 def test_public_names_are_sorted_complete_and_there() -> None:
     rollout = importlib.import_module("rollout")
     assert sorted(rollout.__all__) == rollout.__all__
     tree = ast.parse((ROOT / "rollout" / "__init__.py").read_text())
-    imported = [alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names]
-    assert sorted(imported) == rollout.__all__
+    for_types = [node for branch in tree.body if isinstance(branch, ast.If) for node in branch.body]
+    homes = {alias.name: node.module for node in for_types if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert sorted(homes) == rollout.__all__
+    assert homes == {name: home for home, names in rollout._HOMES.items() for name in names}
     assert {"RolloutConfig", "RolloutEngine", "SamplingParams", "generate_rollouts"} <= set(rollout.__all__)
     for name in rollout.__all__:
         assert getattr(rollout, name).__module__.split(".")[0] in ("rollout", "rollout_kernels")
@@ -164,6 +206,21 @@ def test_one_function_makes_log_probs_of_tokens() -> None:
 @pytest.mark.parametrize("path", SOURCES, ids=_where)
 def test_module_says_what_it_is_and_stays_short(path: Path) -> None:
     assert ast.get_docstring(ast.parse(path.read_text()))
-    assert len(path.read_text().splitlines()) <= 320
-    long = [f.name for f in _functions(path) if f.end_lineno is not None and f.end_lineno - f.lineno + 1 > 60]
-    assert long == []
+    lines, of_function = (340, 60) if _where(path) in TOO_LONG else (300, 50)
+    assert len(path.read_text().splitlines()) <= lines
+    ends = {f.name: (f.end_lineno or f.lineno) - f.lineno + 1 for f in _functions(path)}
+    assert {name: length for name, length in ends.items() if length > of_function} == {}
+
+
+def test_architecture_names_every_file() -> None:
+    """In the room of its folder, and none that is not there."""
+    text = (ROOT / "ARCHITECTURE.md").read_text().partition("## Rooms\n")[2].partition("\n## ")[0]
+    named: dict[str, set[str]] = {}
+    for room in re.split(r"^- ", text, flags=re.MULTILINE)[1:]:
+        folder, files = room.split("`")[1].rstrip("/"), re.findall(r"`(\w+\.(?:py|cpp|h))`", room)
+        named[folder] = set(files)
+    there: dict[str, set[str]] = {}
+    for path in [*SOURCES, *(ROOT / "scripts").glob("*.py"), *ROOT.glob("kernels/rollout_kernels/*/*.[ch]*")]:
+        if path.name != "__init__.py":
+            there.setdefault(_where(path.parent), set()).add(path.name)
+    assert named == there

@@ -101,7 +101,11 @@ def test_wheel_holds_every_module_every_kernel_and_every_configuration_file(whee
 
 
 @pytest.mark.parametrize(
-    "start", [["-m", "trainer"], ["-c", "from trainer.__main__ import main; main()"]], ids=["module", "console script"]
+    "start",
+    [
+        pytest.param(["-m", "trainer"], id="module"),
+        pytest.param(["-c", "from trainer.__main__ import main; main()"], id="console script", marks=pytest.mark.slow),
+    ],
 )
 def test_wheel_runs_from_an_empty_folder(unpacked: Path, tmp_path: Path, start: list[str]) -> None:
     # a value that only this copy has shows whose files are used

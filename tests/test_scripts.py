@@ -158,6 +158,7 @@ def test_wrong_completions_fail_verification(ids: list[int], logprobs: list[floa
         bench_report.check_groups([group], 2, [2])
 
 
+@pytest.mark.slow
 def test_failing_peer_is_named_with_what_it_said(directory: Path) -> None:
     peer = f"{shlex.quote(sys.executable)} -c \"import sys; sys.exit('no such engine here')\""
     sizes = ["--prompts", "1", "--n", "1", "--prompt-len", "3", "--new", "2"]

@@ -3,8 +3,8 @@
 from collections import deque
 from collections.abc import Iterable, Iterator
 
+from rollout.engine.handles import BadPrompt, Outcomes, RolloutHandle, failure
 from rollout.engine.loop import EngineCore
-from rollout.engine.request import BadPrompt, Outcomes, RolloutHandle, failure
 from rollout.schedule.sequence import Request
 from rollout.types import Rollout
 

@@ -3,9 +3,7 @@
 import logging
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
-from functools import partial
 from pathlib import Path
-from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -15,9 +13,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rollout.config import RolloutConfig, SamplingParams
 from rollout.engine.calls import Call
 from rollout.engine.exactness import decide_exactness
+from rollout.engine.handles import RolloutHandle
 from rollout.engine.loop import EngineCore, WhileRunning
 from rollout.engine.prompts import Prompt
-from rollout.engine.request import Limits, OnError, RequestOptions, RolloutHandle, make_requests
+from rollout.engine.requests import Limits, OnError, RequestOptions, make_requests
 from rollout.engine.stats import EngineStats, collect
 from rollout.errors import RolloutError
 from rollout.forward.runner import ModelRunner
@@ -92,7 +91,6 @@ class RolloutEngine:
             prefix_cache=config.prefix_cache,
         )
         self._limits = limits
-        self._make_requests = partial(make_requests, tokenizer=tokenizer, limits=limits)
         self._warned = False
         self._identity = identify(self.module)
         self._num_threads = torch.get_num_threads()
@@ -132,7 +130,7 @@ class RolloutEngine:
         set and one rollout of finish_reason "error", and the others run. progress: show a bar; None: on a terminal, in
         long calls.
         """
-        call = self._call(prompts, n, sampling, step=step, keys=keys, purpose=purpose, salt=salt, on_error=on_error)
+        call = self._call(prompts, n, sampling, RequestOptions(step, keys, purpose, salt, on_error))
         hidden = None if progress is None else not progress
         with tqdm(total=call.num_rollouts, unit="rollout", delay=_BAR_DELAY, disable=hidden, leave=False) as bar:
             for _ in call.rollouts():
@@ -144,7 +142,12 @@ class RolloutEngine:
         prompts: Seq[Prompt],
         n: int = 16,
         sampling: SamplingParams | Seq[SamplingParams] | None = None,
-        **options: Unpack[RequestOptions],
+        *,
+        step: int = 0,
+        keys: Seq[int] | None = None,
+        purpose: int = TRAIN,
+        salt: str | None = None,
+        on_error: OnError = "raise",
     ) -> Iterator[tuple[int, Rollout]]:
         """Like generate_rollouts, but yields (place of the prompt, rollout) as soon as each rollout has ended.
 
@@ -152,15 +155,19 @@ class RolloutEngine:
         number of iterators and calls may be in progress, one inside another or in several threads: each gets its own
         rollouts, whoever steps, and the same as without company.
         """
-        return self._call(prompts, n, sampling, **options).rollouts()
+        return self._call(prompts, n, sampling, RequestOptions(step, keys, purpose, salt, on_error)).rollouts()
 
     def _call(
-        self, prompts: Seq[Prompt], n: int, sampling: SamplingParams | Seq[SamplingParams] | None, **options: Any
+        self,
+        prompts: Seq[Prompt],
+        n: int,
+        sampling: SamplingParams | Seq[SamplingParams] | None,
+        options: RequestOptions,
     ) -> Call:
         """Everything is checked; nothing is submitted yet."""
         self._core.ready()
         check_shared(self.module, self._identity)
-        requests = self._make_requests(prompts, n, sampling, **options)
+        requests = make_requests(prompts, n, sampling, options, self.tokenizer, self._limits)
         self._warn_of_short_pool([request for request in requests if isinstance(request, Request)])
         return Call(self._core, requests)
 
@@ -182,7 +189,7 @@ class RolloutEngine:
         salt: str | None = None,
     ) -> RolloutHandle:
         """Queue a prompt, from any thread; step() runs it. Raises RolloutError if it is bad."""
-        (handle,) = self._call([prompt], n, sampling, step=step, keys=[key], purpose=purpose, salt=salt).entries
+        (handle,) = self._call([prompt], n, sampling, RequestOptions(step, [key], purpose, salt)).entries
         assert isinstance(handle, RolloutHandle)
         self._core.submit([handle])
         return handle

@@ -15,8 +15,8 @@ from typing import Literal
 from transformers import PreTrainedTokenizerBase
 
 from rollout.config import SamplingParams
+from rollout.engine.handles import RolloutHandle
 from rollout.engine.prompts import decode_completion
-from rollout.engine.request import RolloutHandle
 from rollout.engine.stats import Meter
 from rollout.engine.turns import Turns
 from rollout.errors import RolloutError

@@ -251,6 +251,7 @@ def test_a_damaged_library_is_built_anew(fresh: Path, damage: str) -> None:
 
 
 @COMPILED
+@pytest.mark.slow
 def test_two_processes_may_build_at_once(fresh: Path, tmp_path: Path) -> None:
     """Each waits, when it has found the cache empty, for the other to be there too."""
     wait = f"touch {tmp_path}/at.$PPID; while [ $(ls {tmp_path}/at.* | wc -l) -lt 2 ]; do sleep 0.05; done"

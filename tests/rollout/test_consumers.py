@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from rollout import Rollout, RolloutEngine, RolloutError, RolloutGroup, SamplingParams
-from rollout.engine.request import RolloutHandle
+from rollout.engine.handles import RolloutHandle
 from rollout.types import TokenEvent
 from tiny_models import random_model, random_prompts, shared_model, small_engine
 

@@ -210,7 +210,7 @@ def test_requests_begin_in_order() -> None:
 # -- little room --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n", [1, 2, 5, 16])
+@pytest.mark.parametrize("n", [1, 5, 16])
 @pytest.mark.parametrize("num_blocks", range(2, 9))
 @pytest.mark.parametrize("block_size", [1, 3, 4])
 def test_any_pool_that_holds_one_sequence_is_enough(n: int, num_blocks: int, block_size: int) -> None:

@@ -101,7 +101,7 @@ def _run(seeds: range, per_engine: int) -> None:
 
 
 def test_random_loads() -> None:
-    _run(range(40), 25)
+    _run(range(20), 25)
 
 
 @pytest.mark.slow

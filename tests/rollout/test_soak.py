@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rollout import RolloutEngine, RolloutError, SamplingParams
-from rollout.engine.request import RolloutHandle
+from rollout.engine.handles import RolloutHandle
 from tiny_models import assert_greedy, greedy, greedy_ids, random_model, random_prompts, small_engine
 
 MAX_GROWTH = 20e6

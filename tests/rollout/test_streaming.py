@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rollout import Rollout, RolloutEngine, RolloutError, SamplingParams
-from rollout.engine.request import RolloutHandle
+from rollout.engine.handles import RolloutHandle
 from tiny_models import chain_model, eager_logprobs, greedy, random_model, random_prompts, shared_model, small_engine
 
 SAMPLING = SamplingParams(max_new_tokens=10, seed=5)

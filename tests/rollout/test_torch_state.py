@@ -142,7 +142,7 @@ def scores_of(engine: RolloutEngine, view: Any, groups: list[RolloutGroup]) -> T
 
 @states
 @pytest.mark.usefixtures("implementation")
-@pytest.mark.parametrize("first_used", [False, True])
+@pytest.mark.parametrize("first_used", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_training_view_of_another_state_has_the_generators_bits_and_gradients(state: State, first_used: bool) -> None:
     model = random_model("qwen3")
     with small_engine(model) as engine:

@@ -32,7 +32,9 @@ def _holder(folder: Path, children: str = "0") -> tuple[subprocess.Popen[str], i
     return process, int(process.stdout.readline())
 
 
-@pytest.mark.parametrize("children", ["0", FORK, SPAWN], ids=["alone", "forked", "spawned"])
+@pytest.mark.parametrize(
+    "children", ["0", FORK, pytest.param(SPAWN, marks=pytest.mark.slow)], ids=["alone", "forked", "spawned"]
+)
 def test_lock_is_held_by_the_living_and_not_by_the_dead_or_their_children(tmp_path: Path, children: str) -> None:
     process, child = _holder(tmp_path / "run", children)
     with process:

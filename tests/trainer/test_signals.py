@@ -266,7 +266,7 @@ def test_exit_status_and_dashboard_say_how_it_ended(
 @pytest.mark.parametrize(
     ("place", "bare"),
     [
-        ("call", "class E(BaseException): pass"),
+        pytest.param("call", "class E(BaseException): pass", marks=pytest.mark.slow),
         pytest.param("call", "E = GeneratorExit", marks=pytest.mark.slow),
         pytest.param("import", "class E(BaseException): pass", marks=pytest.mark.slow),
         pytest.param("import", "E = SystemExit", marks=pytest.mark.slow),

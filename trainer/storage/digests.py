@@ -5,6 +5,7 @@ import json
 import logging
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -109,7 +110,13 @@ def reward_digest(path: str) -> str:
 
 def _source(module: object) -> Path | None:
     file = getattr(module, "__dict__", {}).get("__file__")
-    return Path(file).resolve() if isinstance(file, str) and file.endswith(".py") else None
+    return _resolved(file) if isinstance(file, str) and file.endswith(".py") else None
+
+
+@cache
+def _resolved(file: str) -> Path:
+    """Remembered, since thousands of modules are looked at and each takes several calls of the system."""
+    return Path(file).resolve()
 
 
 def _neighbours(root: Path) -> set[Path]:
