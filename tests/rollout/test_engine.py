@@ -353,9 +353,6 @@ def test_a_call_within_a_call_is_refused_and_the_outer_one_goes_on(
     assert engine.policy_version == 0
 
 
-TRACED = ("core", "engine", "scheduler", "block_pool", "sequence")
-
-
 class InterruptAt:
     """A trace function that raises KeyboardInterrupt before the k-th line that the engine's bookkeeping runs.
 
@@ -363,7 +360,8 @@ class InterruptAt:
     """
 
     FILES = tuple(
-        str(Path(rollout.__file__).with_name(f"{name}.py")) for name in ("scheduler", "block_pool", "sequence")
+        str(Path(rollout.__file__).with_name("schedule") / f"{name}.py")
+        for name in ("scheduler", "block_pool", "sequence")
     )
 
     def __init__(self, line: int) -> None:
