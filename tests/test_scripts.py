@@ -18,6 +18,7 @@ import bench_kernels
 import bench_report
 import bench_rollouts
 import bench_step
+import golden
 import profile_rollouts
 import tiny_models
 from bench_report import Workload
@@ -304,3 +305,20 @@ def test_kernels_are_compared_with_operations_that_compute_the_same(dtype: torch
         error = (ours.double() - torchs.double()).norm() / torchs.double().norm()
         assert error < (2e-6 if dtype == torch.float32 else 1e-2), case.name
         assert case.flops or case.num_bytes
+
+
+# -- golden -------------------------------------------------------------------------------------------------------
+
+
+def test_runs_that_differ_are_named_with_what_differs() -> None:
+    before = {"a": {"ids": "1", "weights": "2"}, "b": {"ids": "3", "weights": "4"}, "only before": {"ids": "5"}}
+    after = {"a": {"ids": "1", "weights": "9"}, "b": {"ids": "3"}, "only after": {"ids": "6"}}
+    assert golden.differing(before, before) == []
+    assert golden.differing(before, after) == ["a: weights", "b: weights"]
+
+
+@pytest.mark.slow
+def test_the_same_code_gives_the_same_digests_and_families_differ() -> None:
+    runs = [golden.record(family, "float32", "torch") for family in ("qwen2", "qwen2", "llama")]
+    assert runs[0] == runs[1]
+    assert all(runs[0][what] != runs[2][what] for what in runs[0])
