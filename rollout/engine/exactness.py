@@ -17,6 +17,7 @@ from rollout.config import RolloutConfig, SamplingParams
 from rollout.errors import ExactnessError, RolloutError
 from rollout.forward.packing import build_pack
 from rollout.forward.runner import ModelRunner
+from rollout.model.families import family_named
 from rollout.model.kv_cache import KVCache, LayerGroup
 from rollout.model.views import AttentionContext, bare_view, make_view, raw_logits
 from rollout.schedule.batch import Chunk
@@ -60,18 +61,13 @@ class ProbeReport:
         return f"generator and trainer {verdict} ({self.num_threads} threads)"
 
 
-def _smallest_window(config: PretrainedConfig) -> int:
-    """Positions that a sliding layer sees; 0 if the model has none."""
-    slides = "sliding_attention" in (getattr(config, "layer_types", None) or [])
-    return int(getattr(config, "sliding_window", None) or 0) if slides else 0
-
-
 def _probe_tokens(config: PretrainedConfig, max_len: int) -> list[tuple[list[int], list[list[int]]]]:
     generator = torch.Generator().manual_seed(0)
     groups = []
     for prompt_length, lengths in _PROBES:
         if prompt_length > SEGMENT_SIZE:
-            prompt_length = max(prompt_length, _smallest_window(config) + 1)
+            windows = [layer.window or 0 for layer in family_named(config.model_type).attention(config)]
+            prompt_length = max(prompt_length, *(window + 1 for window in windows))
         sizes = [max(1, min(prompt_length, max_len - max(lengths))), *lengths]
         drawn = [torch.randint(config.vocab_size, (size,), generator=generator).tolist() for size in sizes]
         groups.append((drawn[0], drawn[1:]))

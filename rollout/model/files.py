@@ -13,6 +13,7 @@ from transformers.activations import ACT2FN
 
 from rollout.config import is_kind
 from rollout.errors import RolloutError, short
+from rollout.model.families import family_named
 
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 _TOKENIZER_FILES = (
@@ -227,7 +228,7 @@ def _check_layers(values: Mapping[str, Any], require: Callable[[bool, str, str],
     require(
         known and len(kinds) == layers, "layer_types", f"must be a list of {layers}, of {' and '.join(_LAYER_TYPES)}"
     )
-    if "sliding_attention" in kinds and values["model_type"] != "llama":  # which has no windows
+    if "sliding_attention" in kinds and family_named(values["model_type"]).slides:
         has_window = values.get("use_sliding_window", False) and values.get("sliding_window", 1) is not None
         require(has_window, "layer_types", "sliding_attention needs use_sliding_window=true and a sliding_window")
 

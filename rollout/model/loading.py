@@ -22,6 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from rollout.config import RolloutConfig
 from rollout.errors import RolloutError, short
+from rollout.model.families import check_config, family_named, quantised
 from rollout.model.files import (
     check_tokenizer_files,
     check_values,
@@ -36,11 +37,6 @@ from rollout.model.tokenizers import check_end_tokens, check_tokenizer
 
 logger = logging.getLogger(__name__)
 
-SUPPORTED_MODEL_TYPES = ("qwen3", "qwen2", "llama")
-"""Families whose attention has been checked to go through the engine's alone."""
-SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""`dynamic` and `longrope` depend on the longest position in the batch, so a rollout would depend on its neighbours."""
-
 
 def resolve_device(device: str) -> torch.device:
     """The device that a configuration names; "auto" takes CUDA where it is."""
@@ -51,14 +47,6 @@ def resolve_device(device: str) -> torch.device:
     return torch.device(device)
 
 
-def _unsupported(model_type: str | None) -> RolloutError:
-    return RolloutError(f"model_type={model_type!r} is not supported; supported: {', '.join(SUPPORTED_MODEL_TYPES)}")
-
-
-def _quantised() -> RolloutError:
-    return RolloutError("quantised checkpoints are not supported: load the model in float32 or bfloat16")
-
-
 def default_dtype(dtype: torch.dtype | str | None, device: torch.device) -> torch.dtype:
     """The dtype that "auto" stands for: what the model is stored in; float16 becomes bf16 on CUDA and fp32 on a CPU."""
     stored = getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
@@ -66,19 +54,6 @@ def default_dtype(dtype: torch.dtype | str | None, device: torch.device) -> torc
         assert isinstance(stored, torch.dtype)
         return stored
     return torch.bfloat16 if device.type == "cuda" else torch.float32
-
-
-def check_config(config: PretrainedConfig) -> None:
-    """Refuse a model kind that the engine cannot run right."""
-    if config.model_type not in SUPPORTED_MODEL_TYPES:
-        raise _unsupported(config.model_type)
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = {part.get("rope_type", "default") for part in rope.values() if isinstance(part, dict)}
-    for kind in kinds or {rope.get("rope_type", "default")}:
-        if kind not in SUPPORTED_ROPE_TYPES:
-            raise RolloutError(f"rope_type={kind!r} is not supported; supported: {', '.join(SUPPORTED_ROPE_TYPES)}")
-    if getattr(config, "quantization_config", None):
-        raise _quantised()
 
 
 def check_module(module: nn.Module) -> PreTrainedModel:
@@ -111,10 +86,9 @@ def read_config(path: Path) -> PretrainedConfig:
     file, where = _config_file(path)
     values = read_object(file)
     try:
-        if values.get("model_type") not in SUPPORTED_MODEL_TYPES:
-            raise _unsupported(values.get("model_type"))
+        family_named(values.get("model_type"))
         if values.get("quantization_config") is not None:
-            raise _quantised()
+            raise quantised()
         check_values(values)
         check_end_tokens(values.get("eos_token_id"))
         with reading("it describes no model"):

@@ -8,16 +8,14 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
-from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP, Qwen2RMSNorm
-from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 
+from rollout.model.families import FAMILIES
 from rollout_kernels.activations import SiLU
 from rollout_kernels.fused import fits_linear, linear, rms_norm, swiglu
 from rollout_kernels.native import supports
 
-_NORMS = (LlamaRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
-_MLPS = (LlamaMLP, Qwen2MLP, Qwen3MLP)
+_NORMS = tuple(family.norm for family in FAMILIES.values())
+_MLPS = tuple(family.mlp for family in FAMILIES.values())
 _SILUS = (SiLU, nn.SiLU, type(ACT2FN["silu"]))
 
 
