@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: train test lint accept targets sanitize
+.PHONY: train test lint accept targets sanitize lower-bounds
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -41,3 +41,11 @@ sanitize: $(STAMP)
 # the long checks: three seeds of the default run, the control, kill and resume, the whole parity grid
 accept: $(STAMP)
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+# the test suite with the lowest version of everything that pyproject.toml allows, but for torch: its CPU build is tested
+LOWER := .venv-lower
+lower-bounds:
+	$(PYTHON) -m venv --clear $(LOWER)
+	grep -oE '"[a-z-]+>=[0-9.]+' pyproject.toml | sed 's/"//; s/>=/==/; /^torch==/d' > $(LOWER)/lowest.txt
+	$(LOWER)/bin/python -m pip install --quiet -c $(LOWER)/lowest.txt -e '.[dev]' "$$(grep '^torch==' constraints.txt)"
+	OMP_NUM_THREADS=1 $(LOWER)/bin/python -m pytest -m "not slow" -n auto --dist worksteal $(ARGS)
