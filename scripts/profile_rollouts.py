@@ -28,7 +28,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import bench_kernels
 from bench_report import Workload, machine, make_parser, open_engine, read_workload, settings, write_json
-from rollout import RolloutEngine, fusions, model_runner, views
+from rollout import RolloutEngine
+from rollout.forward import runner
+from rollout.model import substitutions, views
 from rollout.model.kv_cache import KVCache
 from rollout.schedule.batch import ScheduledBatch
 from rollout.schedule.scheduler import Scheduler
@@ -39,12 +41,12 @@ TRIES = 5
 STEP, UNCOUNTED = "step", "uncounted"
 RANGES: list[tuple[Any, str, str]] = [
     (Scheduler, "schedule", "scheduler"),
-    (model_runner.ModelRunner, "_plan", "scheduler"),
-    (model_runner, "sample", "sampling"),
+    (runner.ModelRunner, "_plan", "scheduler"),
+    (runner, "sample", "sampling"),
     (views, "attend", "attention"),
-    (fusions, "linear", "products"),
-    (fusions, "rms_norm", "elementwise"),
-    (fusions, "swiglu", "elementwise"),
+    (substitutions, "linear", "products"),
+    (substitutions, "rms_norm", "elementwise"),
+    (substitutions, "swiglu", "elementwise"),
     (KVCache, "write", "kv"),
     (KVCache, "copy_blocks", "kv"),
 ]

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rollout import ExactnessError, RolloutEngine, RolloutError, RolloutGroup, SamplingParams, views
+from rollout import ExactnessError, RolloutEngine, RolloutError, RolloutGroup, SamplingParams
 from rollout.forward.packing import build_pack
 from rollout.forward.sampler import processed_logits
+from rollout.model import views
 from rollout.model.views import AttentionContext, raw_logits
 from rollout_kernels.logprobs import token_logprobs
 from tiny_models import ARCHITECTURES, LOGPROB_TOLERANCE, eager_logprobs, random_model, random_prompts, small_engine
