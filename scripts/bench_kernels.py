@@ -24,9 +24,9 @@ import torch.nn.functional as F
 
 from rollout_kernels import fused, native
 from rollout_kernels.attention import attend_tiles
+from rollout_kernels.attention_plan import AttentionPlan, KVLayout, QuerySpan
 from rollout_kernels.logprobs import draw_reference
 from rollout_kernels.pace import best_seconds, seconds_in_turn
-from rollout_kernels.plan import AttentionPlan, KVLayout, QuerySpan
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16)

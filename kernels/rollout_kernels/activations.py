@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rollout_kernels.tiles import round_up
+from rollout_kernels.shapes import round_up
 
 _GRAIN = 32768
 """torch leaves this many elements, and fewer, to one thread."""

@@ -22,8 +22,8 @@ from torch.autograd.function import once_differentiable
 
 from rollout_kernels import native
 from rollout_kernels.activations import exp2_
-from rollout_kernels.plan import AttentionPlan
-from rollout_kernels.tiles import ROW_MULTIPLE, SEGMENT_SIZE, AttentionTiles, round_up
+from rollout_kernels.attention_plan import AttentionPlan
+from rollout_kernels.shapes import ROW_MULTIPLE, SEGMENT_SIZE, AttentionTiles, round_up
 
 _LOG2E = math.log2(math.e)  # scores are taken in units of ln 2, since 2 ** x is computed faster than e ** x
 

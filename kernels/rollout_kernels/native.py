@@ -19,11 +19,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from rollout_kernels.attention_plan import AttentionPlan
 from rollout_kernels.cpu.bindings import Attention, Interface, bind
 from rollout_kernels.cpu.build import load_library
 from rollout_kernels.errors import RolloutError
-from rollout_kernels.plan import AttentionPlan
-from rollout_kernels.tiles import SEGMENT_SIZE
+from rollout_kernels.shapes import SEGMENT_SIZE
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from rollout.schedule.batch import Chunk
 from rollout.schedule.block_pool import BlockPool
 from rollout.schedule.sequence import Request, Sequence
 from rollout_kernels.activations import SiLU
-from rollout_kernels.tiles import SEGMENT_SIZE
+from rollout_kernels.shapes import SEGMENT_SIZE
 
 logger = logging.getLogger(__name__)
 

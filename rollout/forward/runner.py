@@ -16,8 +16,8 @@ from rollout.model.views import AttentionContext, raw_logits
 from rollout.schedule.batch import Chunk, ScheduledBatch
 from rollout.schedule.sequence import Request, Sequence
 from rollout.torch_state import own_torch_state
-from rollout_kernels.plan import AttentionPlan, QuerySpan
-from rollout_kernels.tiles import ROW_MULTIPLE, SEGMENT_SIZE, pad_rows, round_up
+from rollout_kernels.attention_plan import AttentionPlan, QuerySpan
+from rollout_kernels.shapes import ROW_MULTIPLE, SEGMENT_SIZE, pad_rows, round_up
 
 
 class ModelRunner:

@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from rollout.schedule.block_pool import BlockCopy
+from rollout_kernels.attention_plan import KVLayout
 from rollout_kernels.fused import write_rows
-from rollout_kernels.plan import KVLayout
-from rollout_kernels.tiles import ROW_MULTIPLE, SEGMENT_SIZE, round_up
+from rollout_kernels.shapes import ROW_MULTIPLE, SEGMENT_SIZE, round_up
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from rollout.model.substitutions import fuse
 from rollout.torch_state import own_torch_state
 from rollout_kernels.activations import SiLU
 from rollout_kernels.attention import attend, training_attention
-from rollout_kernels.plan import AttentionPlan
-from rollout_kernels.tiles import ROW_MULTIPLE, round_up
+from rollout_kernels.attention_plan import AttentionPlan
+from rollout_kernels.shapes import ROW_MULTIPLE, round_up
 
 ATTENTION_NAME = "cowroll"
 # what transformers passes every attention function, and what ours takes or may ignore

@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rollout_kernels import plan
+from rollout_kernels import attention_plan
 from rollout_kernels.attention import attend, training_attention
-from rollout_kernels.plan import AttentionPlan, KVLayout, QuerySpan
+from rollout_kernels.attention_plan import AttentionPlan, KVLayout, QuerySpan
 
 CPU = torch.device("cpu")
 GROUPS = [(70, (3, 1, 66)), (1, (1,)), (5, ()), (64, (64, 2)), (131, (9, 9, 9, 9))]
@@ -309,7 +309,7 @@ def test_splitting_batches_of_tiles_changes_no_bit(dtype: torch.dtype, monkeypat
     pack = pack_of()
     q, k, v = inputs(pack.num_rows, 4, 2, 32, dtype)
     whole = training_attention(q, k, v, pack.plan(4, 2))
-    monkeypatch.setattr(plan, "MAX_SCORES", 1)
+    monkeypatch.setattr(attention_plan, "MAX_SCORES", 1)
     planned = pack.plan(4, 2)
     assert all(len(tile.query_rows) == 1 for tile in planned.tiles)
     assert torch.equal(training_attention(q, k, v, planned), whole)

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from rollout_kernels import native
 from rollout_kernels.attention import training_attention
+from rollout_kernels.attention_plan import AttentionPlan, KVLayout, QuerySpan
 from rollout_kernels.cpu import bindings
 from rollout_kernels.cpu import build as cpu_build
 from rollout_kernels.errors import RolloutError
 from rollout_kernels.fused import linear, rms_norm, swiglu
-from rollout_kernels.plan import AttentionPlan, KVLayout, QuerySpan
 
 CPU = torch.device("cpu")
 COMPILED = pytest.mark.usefixtures("compiler")
