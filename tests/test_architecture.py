@@ -167,3 +167,12 @@ def test_module_says_what_it_is_and_stays_short(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 320
     long = [f.name for f in _functions(path) if f.end_lineno is not None and f.end_lineno - f.lineno + 1 > 60]
     assert long == []
+
+
+ASKS_FOR_A_DEVICE = re.compile(r"\bis_(meta|cpu|cuda|mps)\b|(device|named|wanted)\.type\b|\bsupports\(|\btorch\.cuda\b")
+
+
+def test_one_file_asks_for_devices() -> None:
+    """Beside the table of operations: what a device has of memory, and whether it is the one that the user named."""
+    asking = {_where(path) for path in SOURCES if ASKS_FOR_A_DEVICE.search(path.read_text())}
+    assert asking == {"kernels/rollout_kernels/ops.py", "rollout/memory/device.py", "rollout/model/loading.py"}

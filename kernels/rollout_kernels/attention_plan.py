@@ -78,7 +78,7 @@ class AttentionPlan:
     layout: KVLayout
     device: torch.device
     arguments: Any = field(default=None, init=False, repr=False)
-    """What a compiled kernel is told in every layer, kept by `native`."""
+    """What a compiled kernel is told in every layer, kept by cpu/attention.py."""
 
     @cached_property
     def tables(self) -> SpanTables:
