@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rollout.errors import RolloutError
+from rollout_kernels.ops import holds_values
 
 _CPU = torch.device("cpu")
 
@@ -38,7 +39,7 @@ def own_torch_state(num_threads: int | None = None) -> Iterator[None]:
 def check_parameters(module: PreTrainedModel) -> None:
     """Refuse parameters that hold no values, or that can neither be trained nor watched."""
     for name, parameter in module.named_parameters():
-        if parameter.is_meta:
+        if not holds_values(parameter):
             raise RolloutError(f"{name} is on the meta device, which holds no values: load the module's weights first")
         if parameter.is_inference():
             raise RolloutError(

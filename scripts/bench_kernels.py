@@ -22,11 +22,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from rollout_kernels import fused, native
-from rollout_kernels.attention import attend_tiles
-from rollout_kernels.logprobs import draw_reference
+from rollout_kernels.attention_plan import AttentionPlan, KVLayout, QuerySpan
+from rollout_kernels.cpu.attention import segment_attention
+from rollout_kernels.cpu.library import identity, kernels
+from rollout_kernels.cpu.linear import linear
+from rollout_kernels.cpu.rows import draw_tokens, rms_norm, swiglu, write_rows
 from rollout_kernels.pace import best_seconds, seconds_in_turn
-from rollout_kernels.plan import AttentionPlan, KVLayout, QuerySpan
+from rollout_kernels.reference import OPERATIONS as REFERENCE
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16)
@@ -91,10 +93,10 @@ def linear_cases(dtype: torch.dtype) -> Iterator[Case]:
             yield Case(
                 f"linear {rows} x {depth} -> {columns}",
                 dtype,
-                lambda x=x, weight=weight: fused.linear(x, weight),
+                lambda x=x, weight=weight: linear(x, weight),
                 lambda x=x, weight=weight: F.linear(x, weight),
                 flops=2.0 * rows * columns * depth,
-                in_float32=None if dtype == torch.float32 else partial(fused.linear, wide_x, wide_weight),
+                in_float32=None if dtype == torch.float32 else partial(linear, wide_x, wide_weight),
             )
 
 
@@ -130,8 +132,8 @@ def attention_case(name: str, q: torch.Tensor, kv: torch.Tensor, plan: Attention
     return Case(
         f"attention, {name}",
         q.dtype,
-        lambda: native.segment_attention(q, kv[0], kv[1], plan, scale, None),
-        lambda: attend_tiles(q, kv[0], kv[1], plan.tiles, scale, None),
+        lambda: segment_attention(q, kv[0], kv[1], plan, scale, None),
+        lambda: REFERENCE["segment_attention"](q, kv[0], kv[1], plan, scale, None),
         flops=flops,
     )
 
@@ -143,14 +145,14 @@ def row_cases(dtype: torch.dtype) -> Iterator[Case]:
         yield Case(
             f"rms_norm {rows} x 512",
             dtype,
-            lambda x=x, weight=weight: fused.rms_norm(x, weight, 1e-6),
+            lambda x=x, weight=weight: rms_norm(x, weight, 1e-6),
             lambda x=x, weight=weight: weight * F.rms_norm(x.float(), (512,), eps=1e-6).to(x.dtype),
             num_bytes=2.0 * x.numel() * size,
         )
         yield Case(
             f"swiglu {rows} x 512",
             dtype,
-            lambda x=x, up=up: fused.swiglu(x, up),
+            lambda x=x, up=up: swiglu(x, up),
             lambda x=x, up=up: F.silu(x) * up,
             num_bytes=3.0 * x.numel() * size,
         )
@@ -159,19 +161,19 @@ def row_cases(dtype: torch.dtype) -> Iterator[Case]:
         yield Case(
             f"write_rows {rows} x 256",
             dtype,
-            lambda keys=keys, pools=pools, places=places: fused.write_rows(keys, keys, pools[0], pools[1], places),
+            lambda keys=keys, pools=pools, places=places: write_rows(keys, keys, pools[0], pools[1], places),
             lambda keys=keys, pools=pools, places=places: [pool.index_copy_(0, places, keys) for pool in pools],
             num_bytes=4.0 * keys.numel() * size,
         )
     if dtype == torch.float32:
         z, uniform = torch.randn(32, 8192), torch.rand(32, dtype=torch.float64)
-        runs = (lambda: fused.draw_tokens(z, uniform), lambda: draw_reference(z, uniform))
+        runs = (lambda: draw_tokens(z, uniform), lambda: REFERENCE["draw_tokens"](z, uniform))
         yield Case("draw 32 of 8192", dtype, *runs, num_bytes=4.0 * z.numel())
 
 
 def multiply_in_registers(dtype: torch.dtype) -> float:
     """Computes as fast as the machine can; returns how many flops that were."""
-    flops = native.kernels().multiply_in_registers(2_000_000, torch.get_num_threads(), dtype == torch.bfloat16)
+    flops = kernels().library.multiply_in_registers(2_000_000, torch.get_num_threads(), dtype == torch.bfloat16)
     return float(flops)
 
 
@@ -213,7 +215,7 @@ def main(args: argparse.Namespace) -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     bandwidth = read_bandwidth(256, args.tries)
-    print(f"{native.identity(CPU)}, {torch.get_num_threads()} threads, {bandwidth:.0f} GB/s read")
+    print(f"{identity()}, {torch.get_num_threads()} threads, {bandwidth:.0f} GB/s read")
     print(f"{'kernel':<42} {'dtype':<9} {'native':>8} {'torch':>8}      {'ratio':>6} {'share':>6} {'of fp32':>7}")
     figures = []
     for dtype in DTYPES:
@@ -222,7 +224,7 @@ def main(args: argparse.Namespace) -> None:
                 figures.append(measure(case, bandwidth, args.tries))
                 print(figures[-1], flush=True)
     if args.json:
-        machine = {"identity": native.identity(CPU), "threads": torch.get_num_threads(), "bandwidth_gb_s": bandwidth}
+        machine = {"identity": identity(), "threads": torch.get_num_threads(), "bandwidth_gb_s": bandwidth}
         report = {"machine": machine, "figures": [asdict(figure) for figure in figures]}
         args.json.write_text(json.dumps(report, indent=2))
 

@@ -30,11 +30,12 @@ import bench_kernels
 from bench_report import Workload, machine, make_parser, open_engine, read_workload, settings, write_json
 from rollout import RolloutEngine
 from rollout.forward import runner
-from rollout.model import substitutions, views
+from rollout.model import views
 from rollout.model.kv_cache import KVCache
+from rollout.model.substitutions import FusedLinear, FusedMLP, FusedRMSNorm
 from rollout.schedule.batch import ScheduledBatch
 from rollout.schedule.scheduler import Scheduler
-from rollout_kernels import native
+from rollout_kernels.ops import choose
 from rollout_kernels.pace import best_seconds
 
 TRIES = 5
@@ -43,10 +44,10 @@ RANGES: list[tuple[Any, str, str]] = [
     (Scheduler, "schedule", "scheduler"),
     (runner.ModelRunner, "_plan", "scheduler"),
     (runner, "sample", "sampling"),
-    (views, "attend", "attention"),
-    (substitutions, "linear", "products"),
-    (substitutions, "rms_norm", "elementwise"),
-    (substitutions, "swiglu", "elementwise"),
+    (views, "_cached_attention", "attention"),
+    (FusedLinear, "forward", "products"),
+    (FusedRMSNorm, "forward", "elementwise"),
+    (FusedMLP, "forward", "elementwise"),
     (KVCache, "write", "kv"),
     (KVCache, "copy_blocks", "kv"),
 ]
@@ -62,7 +63,7 @@ CATEGORIES = ("products", "attention", "kv", "elementwise", "sampling", "schedul
 
 def matrix_rate(size: int, dtype: torch.dtype) -> float:
     """Flops per second: multiply-adds in registers, or a square product of torch's without compiled kernels."""
-    if native.supports(torch.device("cpu"), dtype):
+    if choose(torch.device("cpu"), dtype).own:
         return 1e9 * bench_kernels.matrix_rate(dtype, TRIES)
     a, b = (torch.randn(size, size).to(dtype) for _ in range(2))
     return 2.0 * size**3 / best_seconds(lambda: a @ b, tries=TRIES)[0]

@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"
@@ -19,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import pytest
 import torch
 
-from rollout_kernels import native
+from backends import CPU, choose_anew, has_kernels
+from rollout_kernels import ops
 
 _FIRST = "PYTEST_XDIST_WORKER" not in os.environ
 if _FIRST:
@@ -38,7 +39,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_configure(config: pytest.Config) -> None:
     if _FIRST and not config.option.collectonly:
-        native.compiled()
+        ops.choose(CPU, torch.float32)
 
 
 def pytest_unconfigure() -> None:
@@ -62,10 +63,22 @@ def threads(request: pytest.FixtureRequest, restore_threads: None) -> int:
     return count
 
 
+@pytest.fixture
+def use_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Called with a value of COWROLL_KERNELS, has the choice made anew under it, until the test has ended."""
+
+    def use(wanted: str) -> None:
+        monkeypatch.setenv("COWROLL_KERNELS", wanted)
+        choose_anew()
+
+    yield use
+    choose_anew()
+
+
 @pytest.fixture(params=["compiled", "torch"])
-def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def implementation(request: pytest.FixtureRequest, use_kernels: Callable[[str], None]) -> None:
     """The test runs with compiled kernels and with torch operations."""
     if request.param == "torch":
-        monkeypatch.setattr(native, "compiled", lambda: None)
-    elif native.compiled() is None:
+        use_kernels("torch")
+    elif not has_kernels():
         pytest.skip("no compiled kernels here")

@@ -224,3 +224,12 @@ def test_architecture_names_every_file() -> None:
         if path.name != "__init__.py":
             there.setdefault(_where(path.parent), set()).add(path.name)
     assert named == there
+
+
+ASKS_FOR_A_DEVICE = re.compile(r"\bis_(meta|cpu|cuda|mps)\b|(device|named|wanted)\.type\b|\bsupports\(|\btorch\.cuda\b")
+
+
+def test_one_file_asks_for_devices() -> None:
+    """Beside the table of operations: what a device has of memory, and whether it is the one that the user named."""
+    asking = {_where(path) for path in SOURCES if ASKS_FOR_A_DEVICE.search(path.read_text())}
+    assert asking == {"kernels/rollout_kernels/ops.py", "rollout/memory/device.py", "rollout/model/loading.py"}

@@ -21,10 +21,10 @@ import bench_step
 import golden
 import profile_rollouts
 import tiny_models
+from backends import has_kernels
 from bench_report import Workload
 from rollout import Rollout, RolloutGroup
 from rollout.model.views import training_view
-from rollout_kernels import native
 from trainer.config import AlgorithmConfig, OptimConfig
 from trainer.optimizer import MasterAdamW
 
@@ -293,7 +293,7 @@ def test_operations_are_told_apart_by_what_they_happen_in() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_kernels_are_compared_with_operations_that_compute_the_same(dtype: torch.dtype) -> None:
-    if native.compiled() is None:
+    if not has_kernels():
         pytest.skip("no compiled kernels here")
     cases = (bench_kernels.linear_cases, bench_kernels.attention_cases, bench_kernels.row_cases)
     for case in (case for make in cases for case in make(dtype) if not case.name.startswith("write_rows")):

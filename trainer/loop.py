@@ -7,7 +7,6 @@ from torch import Tensor
 
 from rollout import ExactnessError, RolloutError, RolloutGroup, use_engine
 from rollout.forward.scoring import TokenScores, score_tokens
-from rollout_kernels.native import identity
 from trainer.algorithm.advantages import group_advantages
 from trainer.algorithm.batch import TrainingBatch, micro_batches
 from trainer.algorithm.losses import PolicyLoss, policy_loss
@@ -80,7 +79,7 @@ def _save(run: Run) -> None:
     config, engine, step = run.config, run.engine, run.whole_step
     assert step is not None
     with run.timer.phase("checkpoint"):
-        chosen, kernels = trajectory_keys(config), identity(engine.device)
+        chosen, kernels = trajectory_keys(config), engine.ops.identity
         state = TrainerState(step, chosen, torch.get_num_threads(), kernels, run.contents)
         keep = config.checkpoint.keep
         save_checkpoint(run.run_dir, state, engine.module, run.tokenizer, run.optimizer, keep, run.prompts)

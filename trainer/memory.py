@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rollout import RolloutEngine
-from rollout.memory.device import device_bytes, peak_bytes, reset_peak, trim, used_bytes
+from rollout.memory.device import device_bytes, in_process, peak_bytes, reset_peak, trim, used_bytes
 from rollout.memory.estimate import rollout_peak, score_and_backward, training_peak, widest_pack
 from rollout.memory.ledger import Ledger, TrainingBytes, build_ledger, show_bytes
 from rollout.model.loading import longest_sequence
@@ -72,8 +72,8 @@ def plan_memory(
         ),
         training=_training_bytes(config, engine, optimizer, shape, copies),
         capacity=device_bytes(engine.device),
-        process=max(0, used_bytes(engine.device) - held) if engine.device.type == "cpu" else 0,
-        heap_holes=_HEAP_HOLES if engine.device.type == "cpu" else 0.0,
+        process=max(0, used_bytes(engine.device) - held) if in_process(engine.device) else 0,
+        heap_holes=_HEAP_HOLES if in_process(engine.device) else 0.0,
     )
     if ledger.missing:
         raise ConfigError(

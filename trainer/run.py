@@ -20,7 +20,6 @@ from rollout.model.builtin import tiny_config, tiny_tokenizer
 from rollout.model.files import find_directory
 from rollout.model.loading import check_directory, load_model, load_tokenizer, read_config
 from rollout.model.views import training_view
-from rollout_kernels.native import identity
 from trainer.config import ConfigError, TrainerConfig, sampling_params, trajectory_keys
 from trainer.config.limits import check_device, check_limits
 from trainer.data.rendering import kept_prompts, render_rows, restore_prompts
@@ -103,9 +102,7 @@ class Run:
         self.folder.close()
 
 
-def _check_resume(
-    config: TrainerConfig, run_dir: Path, device: torch.device
-) -> tuple[Path | None, checkpoint.TrainerState | None]:
+def _check_resume(config: TrainerConfig, run_dir: Path) -> tuple[Path | None, checkpoint.TrainerState | None]:
     """The checkpoint to go on from and its state, if there is one; refuses to run over another run."""
     found = checkpoint.find_checkpoint(config.resume, run_dir)
     own = config.resume == "auto" or (found is not None and run_dir.resolve() in found.resolve().parents)
@@ -119,9 +116,6 @@ def _check_resume(
     state = checkpoint.read_state(found, trajectory_keys(config))
     if state.num_threads != torch.get_num_threads():
         logger.warning("the run began with %d threads and goes on with %d", state.num_threads, torch.get_num_threads())
-    kernels = identity(device)
-    if state.kernels != kernels:
-        logger.warning("the run began with kernels %s and goes on with %s", state.kernels, kernels)
     return found, state
 
 
@@ -141,7 +135,7 @@ def prepare(config: TrainerConfig) -> Run:
 
 def _prepare(config: TrainerConfig, folder: RunFolder) -> Run:
     device = check_device(config)
-    found, state = _check_resume(config, folder.path, device)
+    found, state = _check_resume(config, folder.path)
     began = None if state is None else state.contents
     task = make_task(config.task, config.seed)
     reward = make_reward(config.reward, task)
@@ -165,6 +159,8 @@ def _prepare(config: TrainerConfig, folder: RunFolder) -> Run:
         engine = RolloutEngine(
             module, tokenizer, sized_for(config.rollout, module, shape.num_sequences, shape.prompt + shape.new)
         )
+    if state is not None and state.kernels != engine.ops.identity:
+        logger.warning("the run began with kernels %s and goes on with %s", state.kernels, engine.ops.identity)
     optimizer = MasterAdamW(module.named_parameters(), config.optim)
     start = 0 if state is None else state.step
     if found is not None:

@@ -25,7 +25,7 @@ from rollout.model.builtin import build_tiny, tiny_config
 from rollout.model.kv_cache import LayerGroup
 from rollout.model.views import training_view
 from rollout_kernels.cache import cache_directory
-from rollout_kernels.native import identity
+from rollout_kernels.ops import choose
 from trainer.config import ModelConfig, OptimConfig, TaskConfig
 from trainer.data.rows import STYLE_PURPOSE, WARM_START_PURPOSE, Row, RowStream, uniforms
 from trainer.data.tasks import Task
@@ -47,7 +47,7 @@ def warm_started_tiny(model: ModelConfig, task_config: TaskConfig, task: Task, s
         "shape": tiny_config().to_diff_dict(),
         "examples": [_example(task, row, place / 64) for place, row in enumerate(task.train_rows[:64])],
         "num_threads": torch.get_num_threads(),
-        "kernels": identity(torch.device("cpu")),
+        "kernels": choose(torch.device("cpu"), torch.float32).identity,
         "versions": [torch.__version__, transformers.__version__],
     }
     digest = hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()[:16]

@@ -3,3 +3,7 @@
 
 class RolloutError(ValueError):
     """Bad input or configuration: the message names the thing, its value and the remedy."""
+
+
+class BackendUnavailableError(Exception):
+    """A backend cannot run on this machine, and why; whoever chooses among backends decides what that means."""

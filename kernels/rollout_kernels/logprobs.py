@@ -6,8 +6,7 @@ R rows, V vocabulary.
 import torch
 from torch import Tensor
 
-from rollout_kernels.fused import draw_tokens
-from rollout_kernels.native import supports
+from rollout_kernels.ops import Ops
 
 
 def scaled_logits(logits: Tensor, temperature: Tensor) -> Tensor:
@@ -56,25 +55,11 @@ def entropy(z: Tensor, kept: Tensor | None = None) -> Tensor:
     return z.logsumexp(-1) - torch.where(probs > 0, probs * z, 0.0).sum(-1)
 
 
-def sample_inverse_cdf(z: Tensor, uniform: Tensor, kept: Tensor | None = None) -> Tensor:
-    """Draw one token per row of z [R, V] by inverse CDF from uniform [R] (fp64 in [0, 1)): int64 [R].
+def sample_inverse_cdf(ops: Ops, z: Tensor, uniform: Tensor, kept: Tensor | None = None) -> Tensor:
+    """Draw one token per row of z [R, V] (fp32) by inverse CDF from uniform [R] (fp64 in [0, 1)): int64 [R].
 
-    Sums run in fp64, since fp32 ones leave tens of thousands of a large vocabulary's tokens unreachable. A
-    token of probability 0 is never drawn.
+    Over the tokens in `kept` where it is given; a token of probability 0 is never drawn.
     """
     if kept is not None:
         z = z.masked_fill(~kept, -torch.inf)
-    if supports(z.device, z.dtype) and z.dtype == torch.float32:
-        return draw_tokens(z, uniform)
-    return draw_reference(z, uniform)
-
-
-def draw_reference(z: Tensor, uniform: Tensor) -> Tensor:
-    """`sample_inverse_cdf` over all tokens, in torch operations."""
-    probs = (z - z.amax(-1, keepdim=True)).exp().double()
-    cdf = probs.cumsum(-1)
-    total = cdf[:, -1:]
-    # a product that rounds up to the total would point behind the last token
-    target = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    # a row of nan points behind its end, too; its log-prob will tell
-    return torch.searchsorted(cdf, target, right=True)[:, 0].clamp_max_(z.shape[-1] - 1)
+    return ops.draw_tokens(z, uniform)

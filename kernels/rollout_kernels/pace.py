@@ -7,10 +7,9 @@ from functools import cache
 from itertools import pairwise
 
 import torch
-import torch.nn.functional as F
 
-from rollout_kernels.fused import linear
-from rollout_kernels.native import identity, supports
+from rollout_kernels.ops import Ops
+from rollout_kernels.reference.linear import linear
 
 logger = logging.getLogger(__name__)
 
@@ -38,14 +37,14 @@ def best_seconds(*runs: Callable[[], object], tries: int) -> list[float]:
 
 
 @cache
-def warn_if_slow(device: torch.device, dtype: torch.dtype, num_threads: int) -> None:
-    """Once per process and kind of product: a warning if the compiled one takes over a fifth longer than torch's."""
-    if device.type != "cpu" or not supports(device, dtype):
+def warn_if_slow(ops: Ops, device: torch.device, dtype: torch.dtype, num_threads: int) -> None:
+    """Once per process and kind of product: a warning if the backend's own takes over a fifth longer than torch's."""
+    if "linear" not in ops.own:
         return
     generator = torch.Generator().manual_seed(0)
-    x, weight = (torch.randn(n, _DEPTH, generator=generator).to(dtype) for n in (_ROWS, _COLUMNS))
+    x, weight = (torch.randn(n, _DEPTH, generator=generator).to(device, dtype) for n in (_ROWS, _COLUMNS))
     with torch.no_grad():
-        runs = (lambda: linear(x, weight), lambda: F.linear(x, weight))
+        runs = (lambda: ops.linear(x, weight, None), lambda: linear(x, weight))
         ours, torchs = best_seconds(*runs, tries=_TRIES)
         if ours > _LIMIT * torchs:  # another process may have been in the way
             ours, torchs = best_seconds(*runs, tries=4 * _TRIES)
@@ -54,5 +53,5 @@ def warn_if_slow(device: torch.device, dtype: torch.dtype, num_threads: int) -> 
         logger.warning(
             "the compiled kernels (%s) multiply %s at %.0f GF/s, torch at %.0f:"
             " COWROLL_KERNELS=torch does without them, COWROLL_KERNELS_MARCH and CXX build them otherwise",
-            identity(device), str(dtype).removeprefix("torch."), flops / ours, flops / torchs,
+            ops.identity, str(dtype).removeprefix("torch."), flops / ours, flops / torchs,
         )  # fmt: skip

@@ -39,6 +39,7 @@ from rollout.schedule.scheduler import Scheduler
 from rollout.schedule.sequence import Request
 from rollout.torch_state import check_parameters, own_torch_state
 from rollout.types import Rollout, RolloutGroup
+from rollout_kernels.ops import choose
 from rollout_kernels.pace import warn_if_slow
 
 logger = logging.getLogger(__name__)
@@ -75,6 +76,7 @@ class RolloutEngine:
         parameter = next(self.module.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
         check_matches(config, self.device, self.dtype)
+        self.ops = choose(self.device, self.dtype)
         self.max_model_len = longest_sequence(config, self.module.config)
         self.end_token_ids = end_token_ids(self.module, tokenizer)
         self.layer_group = LayerGroup.of(self.module.config, self.dtype)
@@ -94,9 +96,9 @@ class RolloutEngine:
         self._warned = False
         self._identity = identify(self.module)
         self._num_threads = torch.get_num_threads()
-        warn_if_slow(self.device, self.dtype, self._num_threads)
+        warn_if_slow(self.ops, self.device, self.dtype, self._num_threads)
         cache = KVCache(self.layer_group, num_blocks, config.block_size, self.device)
-        view = make_view(self.module, exact=self.exact)
+        view = make_view(self.module, exact=self.exact, ops=self.ops)
         runner = ModelRunner(view, cache, config.max_num_seqs, exact=self.exact)
         watch, special = WeightWatch(self.module), config.skip_special_tokens
         self._core = EngineCore(self.scheduler, runner, watch, tokenizer, self.end_token_ids, special)

@@ -23,8 +23,8 @@ from rollout.model.views import AttentionContext, bare_view, make_view, raw_logi
 from rollout.schedule.batch import Chunk
 from rollout.schedule.block_pool import BlockPool
 from rollout.schedule.sequence import Request, Sequence
-from rollout_kernels.activations import SiLU
-from rollout_kernels.tiles import SEGMENT_SIZE
+from rollout_kernels.reference.activations import SiLU
+from rollout_kernels.shapes import SEGMENT_SIZE
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +123,8 @@ def probe(module: PreTrainedModel, group: LayerGroup, block_size: int, max_len: 
     decoded = _decode(runner, BlockPool(num_blocks, block_size), groups)
 
     pack = build_pack(groups, group, device, exact=exact)
-    trained = raw_logits(view, AttentionContext(pack.plan), pack.ids, pack.positions, pack.logit_rows)[: len(decoded)]
+    context = AttentionContext(pack.plan, view.ops)
+    trained = raw_logits(view, context, pack.ids, pack.positions, pack.logit_rows)[: len(decoded)]
     differing = int((decoded != trained).any(-1).sum())
 
     eager = bare_view(module)

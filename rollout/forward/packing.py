@@ -15,8 +15,8 @@ from torch import Tensor
 
 from rollout.model.kv_cache import LayerGroup
 from rollout.torch_state import own_torch_state
-from rollout_kernels.plan import AttentionPlan, KVLayout, QuerySpan
-from rollout_kernels.tiles import ROW_MULTIPLE, round_up
+from rollout_kernels.attention_plan import AttentionPlan, KVLayout, QuerySpan
+from rollout_kernels.shapes import ROW_MULTIPLE, round_up
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from rollout.model.views import AttentionContext, raw_logits
 from rollout.schedule.batch import Chunk, ScheduledBatch
 from rollout.schedule.sequence import Request, Sequence
 from rollout.torch_state import own_torch_state
-from rollout_kernels.plan import AttentionPlan, QuerySpan
-from rollout_kernels.tiles import ROW_MULTIPLE, SEGMENT_SIZE, pad_rows, round_up
+from rollout_kernels.attention_plan import AttentionPlan, QuerySpan
+from rollout_kernels.shapes import ROW_MULTIPLE, SEGMENT_SIZE, pad_rows, round_up
 
 
 class ModelRunner:
@@ -57,7 +57,7 @@ class ModelRunner:
             logits = pad_rows(torch.stack(drawn), self.row_multiple) if drawn else None
         if not drawing or logits is None:
             return [], None, prefilled
-        sampled = sample(logits, drawing)
+        sampled = sample(logits, drawing, self.view.ops)
         if not bool(sampled.raw_logprobs.isfinite().all()):
             self.cache.clear()
             raise RolloutError("the model's logits are not finite: its weights are broken, or its dtype is too narrow")
@@ -84,6 +84,7 @@ class ModelRunner:
         logit_rows = completed + [0] * (round_up(max(len(completed), 1), self.row_multiple) - len(completed))
         context = AttentionContext(
             plan=self._plan(chunks, starts),
+            ops=self.view.ops,
             cache=self.cache,
             write_rows=self._on_device(self.cache.rows(blocks, positions).reshape(-1)),
             layers_seen=[],

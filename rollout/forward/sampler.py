@@ -15,6 +15,7 @@ from torch import Tensor
 from rollout.config import SamplingParams
 from rollout.schedule.sequence import Sequence
 from rollout_kernels.logprobs import kept_tokens, sample_inverse_cdf, scaled_logits, token_logprobs
+from rollout_kernels.ops import Ops
 from rollout_kernels.philox import uniform53
 
 TRAIN, EVAL = 0, 1
@@ -67,7 +68,7 @@ def processed_logits(logits: Tensor, sampling: Seq[SamplingParams]) -> tuple[Ten
     return z, kept
 
 
-def sample(logits: Tensor, sequences: Seq[Sequence]) -> SampledTokens:
+def sample(logits: Tensor, sequences: Seq[Sequence], ops: Ops) -> SampledTokens:
     """Draw the next token of each sequence from its row of logits [>= R, V]; further rows are padding."""
     sampling = [s.request.sampling for s in sequences]
     rows = len(sequences)
@@ -75,7 +76,7 @@ def sample(logits: Tensor, sequences: Seq[Sequence]) -> SampledTokens:
     z, kept = processed_logits(logits, sampling)
     uniform = np.zeros(logits.shape[0])
     uniform[:rows] = draw_uniform(sequences)
-    ids = sample_inverse_cdf(z, torch.from_numpy(uniform).to(z.device), kept)
+    ids = sample_inverse_cdf(ops, z, torch.from_numpy(uniform).to(z.device), kept)
     greedy = [i for i in range(rows) if sampling[i].temperature == 0.0]
     if greedy:
         ids[greedy] = z[greedy].argmax(-1)

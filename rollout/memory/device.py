@@ -71,6 +71,11 @@ def _status(field: str) -> int | None:
     return int(found[1]) * 1024 if found else None
 
 
+def in_process(device: torch.device) -> bool:
+    """Whether the device's tensors lie in the process's own memory, beside all else that it holds."""
+    return device.type == "cpu"
+
+
 def used_bytes(device: torch.device) -> int:
     """Bytes in use now: by tensors on CUDA; by the whole process on a CPU (its peak, where only that is known)."""
     if device.type == "cuda":

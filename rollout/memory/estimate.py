@@ -23,7 +23,7 @@ from rollout.schedule.batch import Chunk
 from rollout.schedule.block_pool import BlockPool
 from rollout.schedule.sequence import Request
 from rollout.schedule.sequence import Sequence as Seq
-from rollout_kernels.native import meta_stands_for, supports
+from rollout_kernels.ops import choose
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 _DEPTHS = (2, 4)
@@ -119,11 +119,11 @@ def training_peak(
         model = skeleton(_shallow(config, num_layers), dtype)
         # what attention works out once per pack and keeps
         fresh = replace(pack, plan=replace(pack.plan))
-        with meta_stands_for(device):
-            view = training_view(model, exact=exact, gradient_checkpointing=gradient_checkpointing)
-            if not supports(META, dtype):
-                _ = fresh.plan.tiles  # come from the host, and are not counted
-            return _backward_peak(view, lambda: backward(view, fresh), accumulated)
+        ops = choose(device, dtype)
+        view = training_view(model, exact=exact, gradient_checkpointing=gradient_checkpointing, ops=ops)
+        if "segment_attention" not in ops.own:
+            _ = fresh.plan.tiles  # come from the host, and are not counted
+        return _backward_peak(view, lambda: backward(view, fresh), accumulated)
 
     if depth <= _DEPTHS[1]:
         return at(depth)
@@ -211,17 +211,15 @@ def rollout_peak(
     """
     shallow = _shallow(model_config, min(2, model_config.num_hidden_layers))
     cache = KVCache(LayerGroup.of(shallow, dtype), num_blocks, config.block_size, META)
-    with meta_stands_for(device):
-        view = make_view(skeleton(shallow, dtype), exact=exact)
+    view = make_view(skeleton(shallow, dtype), exact=exact, ops=choose(device, dtype))
     runner = ModelRunner(view, cache, config.max_num_seqs, exact=exact)
     pool = BlockPool(num_blocks, config.block_size)
     families = _full_families(pool, config.max_num_seqs, prompt, new, n, sampling)
     decoding = [Chunk(s, s.num_tokens - 1, 1) for s in families]
-    with meta_stands_for(device):
-        peaks = [_forward_peak(runner, decoding)]
-        pool.reset()
-        prefills = _prefills(pool, prompt, config, sampling)
-        peaks.append(_forward_peak(runner, prefills))
+    peaks = [_forward_peak(runner, decoding)]
+    pool.reset()
+    prefills = _prefills(pool, prompt, config, sampling)
+    peaks.append(_forward_peak(runner, prefills))
     # a prefilled prompt's row of logits stays until its completions have forked
     return max(peaks) + len(prefills) * int(model_config.vocab_size) * dtype.itemsize
 
@@ -273,6 +271,6 @@ def _forward_peak(runner: ModelRunner, chunks: list[Chunk]) -> int:
     drawing = [Seq(c.sequence.request, i, c.sequence.token_ids, c.sequence.table) for i, c in enumerate(chunks)]
     with LiveBytes() as live:
         logits = runner.forward(chunks)
-        sample(logits, drawing)
+        sample(logits, drawing, runner.view.ops)
     peak: int = live.peak
     return peak

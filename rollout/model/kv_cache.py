@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from rollout.schedule.block_pool import BlockCopy
-from rollout_kernels.fused import write_rows
-from rollout_kernels.plan import KVLayout
-from rollout_kernels.tiles import ROW_MULTIPLE, SEGMENT_SIZE, round_up
+from rollout_kernels.attention_plan import KVLayout
+from rollout_kernels.ops import Ops
+from rollout_kernels.shapes import ROW_MULTIPLE, SEGMENT_SIZE, round_up
 
 
 @dataclass(frozen=True)
@@ -93,10 +93,10 @@ class KVCache:
             :, None
         ]
 
-    def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
+    def write(self, ops: Ops, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store keys and values [T * kv_heads, head_dim] at `rows` [T * kv_heads]."""
         key_pool, value_pool = (pool[layer].view(-1, self.group.head_dim) for pool in (self.keys, self.values))
-        write_rows(keys, values, key_pool, value_pool, rows)
+        ops.write_rows(keys, values, key_pool, value_pool, rows)
 
     def clear(self) -> None:
         """Overwrite what is stored: a masked position has a weight of 0, and 0 times a stale nan would be nan."""

@@ -44,7 +44,11 @@ def resolve_device(device: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise RolloutError(f"device={device!r}: this machine has no CUDA device; use device=cpu or auto")
-    return torch.device(device)
+    named = torch.device(device)
+    if named.type == "cuda" and (named.index or 0) >= torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        raise RolloutError(f"device={device!r}: the machine has {count} CUDA devices, from 0 on")
+    return named
 
 
 def default_dtype(dtype: torch.dtype | str | None, device: torch.device) -> torch.dtype:

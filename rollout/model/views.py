@@ -20,10 +20,11 @@ from rollout.errors import RolloutError
 from rollout.model.kv_cache import KVCache
 from rollout.model.substitutions import fuse
 from rollout.torch_state import own_torch_state
-from rollout_kernels.activations import SiLU
-from rollout_kernels.attention import attend, training_attention
-from rollout_kernels.plan import AttentionPlan
-from rollout_kernels.tiles import ROW_MULTIPLE, round_up
+from rollout_kernels.attention import training_attention
+from rollout_kernels.attention_plan import AttentionPlan
+from rollout_kernels.ops import Ops, choose
+from rollout_kernels.reference.activations import SiLU
+from rollout_kernels.shapes import ROW_MULTIPLE, round_up
 
 ATTENTION_NAME = "cowroll"
 # what transformers passes every attention function, and what ours takes or may ignore
@@ -42,6 +43,7 @@ class AttentionContext:
     """What attention needs to know of one forward; passed to the model as a keyword and by it to every layer."""
 
     plan: AttentionPlan
+    ops: Ops
     cache: KVCache | None = None
     """None in training: rows attend rows of the same pack."""
     write_rows: Tensor | None = None
@@ -75,8 +77,9 @@ def _attention(
     q = query[0].transpose(0, 1).contiguous()
     if attention_context.cache is None:
         out = training_attention(
-            q, key[0].contiguous(), value[0].contiguous(), attention_context.plan, scaling, sliding_window
-        )
+            attention_context.ops, q, key[0].contiguous(), value[0].contiguous(), attention_context.plan, scaling,
+            sliding_window,
+        )  # fmt: skip
     else:
         out = _cached_attention(module, q, key, value, attention_context, scaling, sliding_window)
     return out[None, ..., :dim], None
@@ -98,9 +101,9 @@ def _cached_attention(
     if context.layers_seen is not None:
         context.layers_seen.append(layer)
     new_keys, new_values = (x[0].transpose(0, 1).reshape(-1, x.shape[-1]) for x in (key, value))
-    cache.write(layer, rows, new_keys, new_values)
+    cache.write(context.ops, layer, rows, new_keys, new_values)
     keys, values = cache.flat(layer)
-    return attend(q, keys, values, context.plan, scaling, window)[0]
+    return context.ops.segment_attention(q, keys, values, context.plan, scaling, window)[0]
 
 
 AttentionInterface.register(ATTENTION_NAME, _attention)
@@ -116,7 +119,7 @@ def _exact_activations(view: PreTrainedModel) -> None:
 
 
 SUBSTITUTIONS: list[Callable[[PreTrainedModel], None]] = [_exact_activations]
-"""What exact mode changes in both views, in order, before compiled kernels take what they can."""
+"""What exact mode changes in both views, in order, before a backend's kernels take what they can."""
 
 
 def _shared_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -134,20 +137,32 @@ def bare_view(module: PreTrainedModel) -> PreTrainedModel:
 
 
 @own_torch_state()
-def make_view(module: PreTrainedModel, *, exact: bool, num_threads: int | None = None) -> PreTrainedModel:
-    """A view that attends through this engine, with as many torch threads (None: those of now) in every forward."""
+def make_view(
+    module: PreTrainedModel, *, exact: bool, num_threads: int | None = None, ops: Ops | None = None
+) -> PreTrainedModel:
+    """A view that attends through this engine, with as many torch threads (None: those of now) in every forward.
+
+    ops: what it computes with (None: the choice for its parameters).
+    """
     view = bare_view(module)
+    parameter = next(module.parameters())
+    view.ops = choose(parameter.device, parameter.dtype) if ops is None else ops
     view.num_threads = torch.get_num_threads() if num_threads is None else num_threads
     view.set_attn_implementation(ATTENTION_NAME)
     if exact:
         for substitute in SUBSTITUTIONS:
             substitute(view)
-    fuse(view)
+    fuse(view, view.ops)
     return view
 
 
 def training_view(
-    module: PreTrainedModel, *, exact: bool, gradient_checkpointing: bool, num_threads: int | None = None
+    module: PreTrainedModel,
+    *,
+    exact: bool,
+    gradient_checkpointing: bool,
+    num_threads: int | None = None,
+    ops: Ops | None = None,
 ) -> PreTrainedModel:
     """The view that the loss runs through; dropout is refused, since the generator has none."""
     for name, submodule in module.named_modules():
@@ -158,7 +173,7 @@ def training_view(
     dropout = getattr(module.config, "attention_dropout", 0.0)
     if dropout:
         raise RolloutError(f"attention_dropout={dropout}: set it to 0, since rollouts are drawn without dropout")
-    view = make_view(module, exact=exact, num_threads=num_threads)
+    view = make_view(module, exact=exact, num_threads=num_threads, ops=ops)
     if gradient_checkpointing:
         # renamed in transformers 5.24
         enable = getattr(view, "activation_checkpointing_enable", view.gradient_checkpointing_enable)

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from rollout.config import is_kind
 from rollout.errors import RolloutError, short
+from rollout_kernels.ops import holds_values
 
 _SAMPLED = 16  # values looked at in each parameter
 
@@ -105,7 +106,7 @@ def check_update(module: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict
         target = own[name]
         if not isinstance(given, Tensor):
             raise RolloutError(f"update_weights: {name!r} is a {type(given).__name__}, not a tensor")
-        if given.is_meta and not target.is_meta:
+        if holds_values(target) and not holds_values(given):
             raise RolloutError(f"update_weights: {name!r} is on the meta device, which holds no values")
         if given.shape != target.shape:
             raise RolloutError(f"update_weights: {name!r} has shape {tuple(given.shape)}, not {tuple(target.shape)}")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollout_kernels.activations import SiLU, exp2_, silu
+from rollout_kernels.reference.activations import SiLU, exp2_, silu
 
 ROUNDING = {torch.float32: 4e-7, torch.bfloat16: 2.0**-8}
 """Relative: four roundings of fp32, one of bf16."""

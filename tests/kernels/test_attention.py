@@ -6,6 +6,7 @@ among siblings over a shared prefix = the row alone. All against the same KV in 
 Every test runs with the compiled kernels and with torch operations.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -16,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rollout_kernels import plan
-from rollout_kernels.attention import attend, training_attention
-from rollout_kernels.plan import AttentionPlan, KVLayout, QuerySpan
+from rollout_kernels import attention, attention_plan
+from rollout_kernels.attention_plan import AttentionPlan, KVLayout, QuerySpan
+from rollout_kernels.ops import choose
 
 CPU = torch.device("cpu")
 GROUPS = [(70, (3, 1, 66)), (1, (1,)), (5, ()), (64, (64, 2)), (131, (9, 9, 9, 9))]
@@ -30,6 +31,18 @@ WINDOWS = pytest.mark.parametrize("window", [None, 1, 10, 64, 100])
 
 
 pytestmark = pytest.mark.usefixtures("implementation")
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float, window: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Out, and the log-sum-exp in nats."""
+    out, lse = choose(CPU, q.dtype).segment_attention(q, k, v, plan, scale, window)
+    return out, lse * math.log(2)
+
+
+def training_attention(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, window: int | None = None) -> Tensor:
+    return attention.training_attention(choose(CPU, q.dtype), q, k, v, plan, q.shape[-1] ** -0.5, window)
 
 
 @dataclass
@@ -150,13 +163,6 @@ def test_gradients_under_a_narrow_window(window: int, heads: int, kv_heads: int)
     exact = gradients(lambda *qkv: plain_attention(*qkv, mask)[0], data, upstream, torch.float64)
     for name, mine, right in zip("qkv", ours, exact, strict=True):
         assert error(mine, right) < 1e-6, name
-
-
-def test_scale_defaults_to_one_over_the_root_of_the_head_size() -> None:
-    pack = pack_of([(20, ())])
-    q, k, v = inputs(20, 2, 1, 16, torch.float32)
-    planned = pack.plan(2, 1)
-    assert torch.equal(training_attention(q, k, v, planned), training_attention(q, k, v, planned, scale=0.25))
 
 
 def test_two_rows_worked_by_hand() -> None:
@@ -309,7 +315,7 @@ def test_splitting_batches_of_tiles_changes_no_bit(dtype: torch.dtype, monkeypat
     pack = pack_of()
     q, k, v = inputs(pack.num_rows, 4, 2, 32, dtype)
     whole = training_attention(q, k, v, pack.plan(4, 2))
-    monkeypatch.setattr(plan, "MAX_SCORES", 1)
+    monkeypatch.setattr(attention_plan, "MAX_SCORES", 1)
     planned = pack.plan(4, 2)
     assert all(len(tile.query_rows) == 1 for tile in planned.tiles)
     assert torch.equal(training_attention(q, k, v, planned), whole)

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from rollout_kernels.logprobs import entropy, kept_tokens, sample_inverse_cdf, scaled_logits, token_logprobs
+from rollout_kernels.ops import choose
 from tiny_models import chi_square_p
 
+CPU = torch.device("cpu")
 INF = math.inf
 LARGEST_UNIFORM = 1.0 - 2.0**-53
 
@@ -179,7 +181,9 @@ def test_a_row_that_is_not_cut_keeps_even_the_least_likely() -> None:
 def draw(z: Tensor, uniform: list[float], kept: Tensor | None = None) -> list[int]:
     rows = len(uniform)
     mask = None if kept is None else kept.expand(rows, -1)
-    return sample_inverse_cdf(z.expand(rows, -1), torch.tensor(uniform, dtype=torch.float64), mask).tolist()
+    return sample_inverse_cdf(
+        choose(CPU, torch.float32), z.expand(rows, -1), torch.tensor(uniform, dtype=torch.float64), mask
+    ).tolist()
 
 
 @DRAWS
@@ -240,6 +244,6 @@ def test_frequencies_are_the_probabilities() -> None:
 @DRAWS
 def test_a_draw_does_not_depend_on_its_neighbours(threads: int) -> None:
     z, uniform = random_logits(50, 211), torch.rand(50, dtype=torch.float64)
-    whole = sample_inverse_cdf(z, uniform)
-    alone = [sample_inverse_cdf(z[i : i + 1], uniform[i : i + 1]) for i in range(50)]
+    whole = sample_inverse_cdf(choose(CPU, torch.float32), z, uniform)
+    alone = [sample_inverse_cdf(choose(CPU, torch.float32), z[i : i + 1], uniform[i : i + 1]) for i in range(50)]
     assert torch.equal(whole, torch.cat(alone))

@@ -7,21 +7,23 @@ from pathlib import Path
 
 import pytest
 
-from rollout_kernels import native
+from backends import has_kernels
 
 CODE = """
 import logging, torch
 logging.basicConfig(format='%(message)s')
 from rollout_kernels.cpu import build
+from rollout_kernels.ops import choose
 from rollout_kernels.pace import warn_if_slow
 build._FLAGS[0] = "-O0"
+cpu = torch.device('cpu')
 for _ in range(2):
-    warn_if_slow(torch.device('cpu'), torch.float32, 1)
+    warn_if_slow(choose(cpu, torch.float32), cpu, torch.float32, 1)
 """
 
 
 def test_slow_kernels_are_told_once_with_both_figures(tmp_path: Path) -> None:
-    if native.compiled() is None:
+    if not has_kernels():
         pytest.skip("no compiled kernels here")
     environment = os.environ | {"COWROLL_CACHE": str(tmp_path), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", CODE], env=environment, capture_output=True, text=True, check=True)

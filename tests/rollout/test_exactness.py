@@ -30,7 +30,7 @@ def trainer_logprobs(
     view = engine.training_view(gradient_checkpointing=checkpointing)
     lists = [(group.prompt_ids, [rollout.completion_ids for rollout in group.rollouts]) for group in groups]
     pack = build_pack(lists, engine.layer_group, engine.device, exact=engine.exact)
-    logits = raw_logits(view, AttentionContext(pack.plan), pack.ids, pack.positions, pack.logit_rows)
+    logits = raw_logits(view, AttentionContext(pack.plan, view.ops), pack.ids, pack.positions, pack.logit_rows)
     z, kept = processed_logits(logits, [sampling] * len(logits))
     count = len(pack.targets)
     return token_logprobs(z[:count], pack.targets, None if kept is None else kept[:count])

@@ -4,17 +4,18 @@ The reference is transformers' own forward of the caller's modules, with eager a
 """
 
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from backends import has_kernels
 from rollout.forward.packing import build_pack
 from rollout.model.kv_cache import LayerGroup
 from rollout.model.substitutions import FusedLinear, FusedMLP, FusedRMSNorm
 from rollout.model.views import AttentionContext, bare_view, make_view, raw_logits
-from rollout_kernels import native
 from tiny_models import ARCHITECTURES, random_model, random_prompts, shared_model
 
 ARCHS = pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -29,7 +30,7 @@ GROUPS = [(prompt, random_prompts((9, 2, 6), seed=1)) for prompt in random_promp
 
 @pytest.fixture(autouse=True)
 def _compiled() -> None:
-    if native.compiled() is None:
+    if not has_kernels():
         pytest.skip("no compiled kernels here")
 
 
@@ -85,9 +86,9 @@ def test_a_bare_view_replaces_nothing(arch: str) -> None:
 @ARCHS
 @EXACT
 def test_nothing_is_replaced_where_there_are_no_kernels(
-    arch: str, exact: bool, monkeypatch: pytest.MonkeyPatch
+    arch: str, exact: bool, use_kernels: Callable[[str], None]
 ) -> None:
-    monkeypatch.setattr(native, "compiled", lambda: None)
+    use_kernels("torch")
     assert kinds(make_view(shared_model(arch), exact=exact)) == untouched(arch)
 
 
@@ -125,7 +126,7 @@ def view_logits(view: PreTrainedModel) -> Tensor:
     """Of every completion token of GROUPS, in one pack, as the engine runs it."""
     pack = build_pack(GROUPS, LayerGroup.of(view.config, view.dtype), torch.device("cpu"), exact=True)
     count = sum(len(completion) for _, completions in GROUPS for completion in completions)
-    return raw_logits(view, AttentionContext(pack.plan), pack.ids, pack.positions, pack.logit_rows)[:count]
+    return raw_logits(view, AttentionContext(pack.plan, view.ops), pack.ids, pack.positions, pack.logit_rows)[:count]
 
 
 def eager_logits(model: PreTrainedModel) -> Tensor:

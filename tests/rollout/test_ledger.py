@@ -29,7 +29,6 @@ from rollout.model.kv_cache import LayerGroup
 from rollout.model.views import training_view
 from rollout.plan import main, make_plan, parse_options, rollouts_that_fit
 from rollout.schedule.block_pool import BlockPool, BlockTable, OutOfBlocksError
-from rollout_kernels import native
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16)
@@ -350,7 +349,7 @@ def test_the_largest_iteration_of_an_engine_is_known(
     assert peak == pytest.approx(real, rel=0.02)
 
 
-def test_another_device_is_not_planned_with_this_cpus_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_device_is_not_planned_with_this_cpus_kernels(use_kernels: Callable[[str], None]) -> None:
     """A plan for a GPU is the same whether or not there is a compiler here."""
     config, engine, cuda = tiny_models.random_config("qwen3"), RolloutConfig(max_num_seqs=4), torch.device("cuda")
 
@@ -361,7 +360,7 @@ def test_another_device_is_not_planned_with_this_cpus_kernels(monkeypatch: pytes
         return rollout, estimated(config, torch.bfloat16, (40, 60, 4), device=cuda)
 
     usual = planned()
-    monkeypatch.setattr(native, "compiled", lambda: None)
+    use_kernels("torch")
     assert planned() == usual
 
 

@@ -18,7 +18,7 @@ from transformers.utils import chat_template_utils
 
 import tiny_models
 from rollout import RolloutError, generate_rollouts
-from rollout_kernels import native
+from rollout_kernels.ops import choose
 from trainer.__main__ import CONFIG_DIRECTORY
 from trainer.config import ConfigError, TrainerConfig, parse_config
 from trainer.loop import train
@@ -236,11 +236,11 @@ def test_a_resume_with_another_learning_rate_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_resume_on_other_kernels_or_threads_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, restore_threads: None
+    tmp_path: Path, use_kernels: Callable[[str], None], caplog: pytest.LogCaptureFixture, restore_threads: None
 ) -> None:
     run_once(tmp_path, "steps=1", "checkpoint.every=1")
-    began, threads = native.identity(torch.device("cpu")), torch.get_num_threads()
-    monkeypatch.setattr(native, "compiled", lambda: None)
+    began, threads = choose(torch.device("cpu"), torch.float32).identity, torch.get_num_threads()
+    use_kernels("torch")
     torch.set_num_threads(threads + 1)
     prepare(configure(tmp_path, "steps=2", "resume=auto")).close()
     told = [m for m in caplog.messages if m.startswith("the run began")]

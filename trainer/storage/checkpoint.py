@@ -58,7 +58,7 @@ class TrainerState:
     trajectory: dict[str, Any]
     num_threads: int
     kernels: str = ""
-    """What computed: `rollout_kernels.native.identity`."""
+    """What computed: `rollout_kernels.ops.Ops.identity`."""
     contents: dict[str, str] = field(default_factory=dict)
     """Digests of data, reward and model, by name."""
     format_version: int = FORMAT_VERSION

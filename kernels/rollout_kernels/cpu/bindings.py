@@ -2,7 +2,7 @@
 
 import ctypes
 
-from rollout_kernels.tiles import SEGMENT_SIZE
+from rollout_kernels.shapes import SEGMENT_SIZE
 
 _VERSION = 2
 """Raised with every change of a function's or a structure's meaning, here and in cpu/interface.cpp."""

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollout_kernels.tiles import ROW_MULTIPLE, SEGMENT_SIZE, AttentionTiles, round_up
+from rollout_kernels.shapes import ROW_MULTIPLE, SEGMENT_SIZE, AttentionTiles, round_up
 
 MAX_TILE_ROWS = 64
 MAX_SCORES = 1 << 20  # per batch of tiles: 4 MB of fp32 scores stay in a cache; one tile alone may have more
@@ -78,7 +78,7 @@ class AttentionPlan:
     layout: KVLayout
     device: torch.device
     arguments: Any = field(default=None, init=False, repr=False)
-    """What a compiled kernel is told in every layer, kept by `native`."""
+    """What a compiled kernel is told in every layer, kept by cpu/attention.py."""
 
     @cached_property
     def tables(self) -> SpanTables:

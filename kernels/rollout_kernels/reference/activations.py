@@ -2,7 +2,7 @@
 
 torch cuts an elementwise operation into one share per thread and computes the last few elements of each share, those
 that fill no vector, in scalar code that rounds otherwise. So an element's bits would depend on where it lies. Here
-every share is made of whole vectors.
+every share is made of whole vectors. Elsewhere than on a CPU that is not needed and changes nothing.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rollout_kernels.tiles import round_up
+from rollout_kernels.shapes import round_up
 
 _GRAIN = 32768
 """torch leaves this many elements, and fewer, to one thread."""
@@ -23,7 +23,7 @@ def in_whole_vectors(op: Callable[[Tensor, Tensor], object], x: Tensor, out: Ten
     """op(x, out) for contiguous x and out of one shape, in pieces whose shares are whole vectors; out may be x."""
     flat, result = x.view(-1), out.view(-1)
     size = flat.numel()
-    head = _whole_shares(size) if x.device.type == "cpu" else size
+    head = _whole_shares(size)
     if head:
         op(flat[:head], result[:head])
     if head < size:

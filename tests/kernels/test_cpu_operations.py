@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rollout_kernels import native
-from rollout_kernels.fused import fits_linear, linear, rms_norm, swiglu, write_rows
+from backends import CPU, has_kernels
+from rollout_kernels.cpu.linear import fits_linear, linear
+from rollout_kernels.cpu.rows import rms_norm, swiglu
+from rollout_kernels.ops import choose
 
 BOTH = [torch.float32, torch.bfloat16]
 DTYPES = pytest.mark.parametrize("dtype", BOTH, ids=["fp32", "bf16"])
@@ -30,7 +32,7 @@ norm = partial(rms_norm, eps=EPS)
 
 @pytest.fixture(autouse=True)
 def _compiled() -> None:
-    if native.compiled() is None:
+    if not has_kernels():
         pytest.skip("no compiled kernels here")
 
 
@@ -401,7 +403,7 @@ def test_no_rows_give_no_rows(dtype: torch.dtype) -> None:
 def test_rows_are_written_where_they_belong(implementation: None, dtype: torch.dtype) -> None:
     keys, values = (x.to(dtype) for x in randoms((3, 8), (3, 8)))
     pools = [torch.zeros(6, 8, dtype=dtype) for _ in "kv"]
-    write_rows(keys, values, *pools, torch.tensor([4, 0, 5]))
+    choose(CPU, dtype).write_rows(keys, values, *pools, torch.tensor([4, 0, 5]))
     for pool, rows in zip(pools, (keys, values), strict=True):
         assert torch.equal(pool[[4, 0, 5]], rows)
         assert pool[[1, 2, 3]].eq(0).all()

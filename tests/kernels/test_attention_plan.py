@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from rollout_kernels import plan
-from rollout_kernels.plan import MAX_TILE_ROWS, KVLayout, QuerySpan, plan_tiles
-from rollout_kernels.tiles import SEGMENT_SIZE, AttentionTiles, pad_rows, round_up
+from rollout_kernels import attention_plan
+from rollout_kernels.attention_plan import MAX_TILE_ROWS, KVLayout, QuerySpan, plan_tiles
+from rollout_kernels.shapes import SEGMENT_SIZE, AttentionTiles, pad_rows, round_up
 
 CPU = torch.device("cpu")
 UNIT = 16
@@ -118,7 +118,7 @@ def test_tiles_that_go_on_come_after_those_that_begin() -> None:
 @pytest.mark.parametrize("limit", [1, 100_000, 1 << 20])
 def test_batches_hold_no_more_scores_than_the_limit(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A single tile may hold more; two never do."""
-    monkeypatch.setattr(plan, "MAX_SCORES", limit)
+    monkeypatch.setattr(attention_plan, "MAX_SCORES", limit)
     spans = random_spans(2)
     tiles = plan_tiles(spans, layout(), CPU)
     for tile in tiles:

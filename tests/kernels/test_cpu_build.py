@@ -15,37 +15,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rollout_kernels import native
+from backends import CPU, choose_anew, has_kernels
+from rollout_kernels import cpu
 from rollout_kernels.attention import training_attention
-from rollout_kernels.cpu import bindings
+from rollout_kernels.attention_plan import AttentionPlan, KVLayout, QuerySpan
+from rollout_kernels.cpu import bindings, library
 from rollout_kernels.cpu import build as cpu_build
+from rollout_kernels.cpu.linear import linear
+from rollout_kernels.cpu.rows import rms_norm, swiglu
 from rollout_kernels.errors import RolloutError
-from rollout_kernels.fused import linear, rms_norm, swiglu
-from rollout_kernels.plan import AttentionPlan, KVLayout, QuerySpan
+from rollout_kernels.ops import choose
 
-CPU = torch.device("cpu")
 COMPILED = pytest.mark.usefixtures("compiler")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 EPS = 1e-6
-
-
-@pytest.fixture
-def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """The library has not been looked for yet, and its cache is empty; returns where the cache keeps libraries."""
-    for name in ("COWROLL_KERNELS", "COWROLL_KERNELS_MARCH", "CXX"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("COWROLL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(cpu_build, "_FLAGS", ["-O0", *cpu_build._FLAGS[1:]])  # which is quicker
-    native.compiled.cache_clear()
-    yield tmp_path / "cache" / "kernels"
-    native.compiled.cache_clear()
-
-
-@pytest.fixture
-def compiler() -> None:
-    """For a test that needs kernels that can be built."""
-    if native.compiled() is None:
-        pytest.skip("no compiled kernels here")
 
 
 def script(path: Path, text: str) -> Path:
@@ -58,8 +41,8 @@ def script(path: Path, text: str) -> Path:
 def python(code: str, **environment: str) -> subprocess.Popen[str]:
     """A process that runs this and prints; it builds without optimisation, which is quicker."""
     start = (
-        "import torch\nfrom rollout_kernels import native\nfrom rollout_kernels.cpu import build\n"
-        "build._FLAGS[0] = '-O0'\nCPU = torch.device('cpu')\n"
+        "import torch\nfrom rollout_kernels import cpu\nfrom rollout_kernels.cpu import build, library\n"
+        "build._FLAGS[0] = '-O0'\n"
     )
     arguments, pipe = [sys.executable, "-c", start + code], subprocess.PIPE
     return subprocess.Popen(arguments, env=os.environ | environment, stdout=pipe, stderr=pipe, text=True)
@@ -71,35 +54,20 @@ def printed(process: subprocess.Popen[str]) -> str:
     return out
 
 
-# -- which kernels ------------------------------------------------------------------------------------------------
-
-
-def test_torch_operations_can_be_asked_for(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COWROLL_KERNELS", "torch")
-    assert native.compiled() is None
-    assert native.identity(CPU) == "torch"
-    assert not native.supports(CPU, torch.float32)
-    assert not fresh.exists()
+# -- without kernels -----------------------------------------------------------------------------------------------
 
 
 def test_a_compiler_command_that_no_shell_would_take_is_refused(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "'unbalanced")
     with pytest.raises(RolloutError, match=r"CXX=.*unbalanced.*No closing quotation"):
-        native.compiled()
-
-
-def test_another_choice_is_refused(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COWROLL_KERNELS", "fast")
-    with pytest.raises(ValueError, match="COWROLL_KERNELS='fast'"):
-        native.compiled()
+        choose(CPU, torch.float32)
 
 
 def warned(caplog: pytest.LogCaptureFixture) -> str:
     """The one warning of a look for the library, in vain."""
     with caplog.at_level(logging.WARNING, logger="rollout_kernels"):
-        assert native.compiled() is None
-        assert native.compiled() is None
-    assert native.identity(CPU) == "torch"
+        kinds = {choose(CPU, dtype).identity for dtype in (torch.float32, torch.bfloat16, torch.float32)}
+    assert kinds == {"torch"}
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     return record.getMessage()
@@ -125,7 +93,7 @@ def test_a_compiler_that_fails_is_named(
 def test_a_cache_that_cannot_be_written_is_done_without(fresh: Path, tmp_path: Path, below: str) -> None:
     """The kernels are built for the process alone, with a warning."""
     (tmp_path / "file").touch()
-    code = "import logging; logging.basicConfig(format='%(message)s'); print(native.identity(CPU))"
+    code = "import logging; logging.basicConfig(format='%(message)s'); print(cpu.identity())"
     process = python(code, COWROLL_KERNELS="native", COWROLL_CACHE=str(tmp_path / below))
     out, err = process.communicate(timeout=300)
     assert out.startswith("cpu"), err
@@ -133,41 +101,11 @@ def test_a_cache_that_cannot_be_written_is_done_without(fresh: Path, tmp_path: P
     assert str(tmp_path / below) in err
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype", "expected"),
-    [
-        ("cpu", torch.float32, True),
-        ("cpu", torch.bfloat16, True),
-        ("meta", torch.bfloat16, True),
-        ("cpu", torch.float64, False),
-        ("cpu", torch.float16, False),
-        ("meta", torch.float64, False),
-        ("cuda", torch.float32, False),
-    ],
-    ids=str,
-)
-@COMPILED
-def test_what_the_kernels_support(kind: str, dtype: torch.dtype, expected: bool) -> None:
-    assert native.supports(torch.device(kind), dtype) is expected
-
-
-@COMPILED
-def test_meta_stands_for_another_device_within_only() -> None:
-    meta = torch.device("meta")
-    with native.meta_stands_for(torch.device("cuda")):
-        assert not native.supports(meta, torch.float32)
-        assert native.supports(CPU, torch.float32)
-        with native.meta_stands_for(CPU):
-            assert native.supports(meta, torch.float32)
-        assert not native.supports(meta, torch.float32)
-    assert native.supports(meta, torch.float32)
-
-
 def test_kernels_that_are_insisted_on_are_not_done_without(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COWROLL_KERNELS", "native")
     monkeypatch.setenv("CXX", "/bin/false")
     with pytest.raises(ValueError, match=r"COWROLL_KERNELS=native, but .*/bin/false"):
-        native.compiled()
+        choose(CPU, torch.float32)
 
 
 def test_a_folder_that_others_may_write_is_not_loaded_from(
@@ -176,7 +114,7 @@ def test_a_folder_that_others_may_write_is_not_loaded_from(
     fresh.mkdir(parents=True)
     fresh.chmod(0o777)
     with caplog.at_level(logging.WARNING, logger="rollout_kernels"):
-        native.compiled()
+        choose(CPU, torch.float32)
     assert f"{fresh} is another user's, or others may write there" in caplog.text
     assert list(fresh.iterdir()) == []
 
@@ -220,7 +158,7 @@ def test_a_library_is_built_once(fresh: Path, monkeypatch: pytest.MonkeyPatch, t
     """By one process; later ones, and later looks, find it there."""
     log = tmp_path / "log"
     compiler = script(tmp_path / "compiler", f'echo "$@" >> {log}; exec {shutil.which("g++")} "$@"')
-    code = "assert native.identity(CPU) != 'torch'; native.compiled.cache_clear(); print(native.identity(CPU))"
+    code = "cpu.identity(); library.kernels.cache_clear(); print(cpu.identity())"
     first = printed(python(code, CXX=str(compiler))).strip()
     (built,) = fresh.iterdir()
     assert built.name.split("-")[0] == first.split("-")[-1]
@@ -236,7 +174,7 @@ def test_a_library_is_built_once(fresh: Path, monkeypatch: pytest.MonkeyPatch, t
 )
 def test_a_damaged_library_is_built_anew(fresh: Path, damage: str) -> None:
     """It is never loaded: one whose pages are missing would end the process with SIGBUS."""
-    name = printed(python("print(native.identity(CPU))")).strip()
+    name = printed(python("print(cpu.identity())")).strip()
     (built,) = fresh.iterdir()
     whole = built.read_bytes()
     cut, turned = whole[: len(whole) // 2], whole[:5000] + bytes([whole[5000] ^ 1]) + whole[5001:]
@@ -245,7 +183,7 @@ def test_a_damaged_library_is_built_anew(fresh: Path, damage: str) -> None:
         built.mkdir()
     else:
         built.write_bytes(cut if damage == "half" else turned)
-    assert printed(python("print(native.identity(CPU))")).strip() == name
+    assert printed(python("print(cpu.identity())")).strip() == name
     (again,) = fresh.iterdir()
     assert again.read_bytes() == whole
 
@@ -258,8 +196,8 @@ def test_two_processes_may_build_at_once(fresh: Path, tmp_path: Path) -> None:
     meet = f'case "$*" in *" -c "*) {wait} ;; esac'
     compiler = script(tmp_path / "compiler", f'{meet}\nexec {shutil.which("g++")} "$@"')
     code = (
-        "from rollout_kernels.fused import linear\n"
-        "print(native.identity(CPU), linear(torch.full((3, 4), 2.0), torch.full((5, 4), 3.0)).unique().tolist())"
+        "from rollout_kernels.cpu.linear import linear\n"
+        "print(cpu.identity(), linear(torch.full((3, 4), 2.0), torch.full((5, 4), 3.0)).unique().tolist())"
     )
     outs = [printed(process) for process in [python(code, CXX=str(compiler)) for _ in range(2)]]
     assert [path.suffix for path in fresh.iterdir()] == [".so"]
@@ -271,7 +209,7 @@ def test_two_processes_may_build_at_once(fresh: Path, tmp_path: Path) -> None:
 def test_kernels_run_in_torchs_own_pool_of_threads() -> None:
     """One library of OpenMP in the process, torch's."""
     code = (
-        "from rollout_kernels.fused import linear\n"
+        "from rollout_kernels.cpu.linear import linear\n"
         "torch.set_num_threads(2); linear(torch.ones(900, 64), torch.ones(900, 64))\n"
         "print(*{line.split()[-1] for line in open('/proc/self/maps') if 'omp' in line.split('/')[-1]}, sep='\\n')"
     )
@@ -289,8 +227,8 @@ def test_another_target_is_another_identity(fresh: Path, monkeypatch: pytest.Mon
     seen = set()
     for march in ("", "x86-64-v2", "x86-64"):
         monkeypatch.setenv("COWROLL_KERNELS_MARCH", march)
-        native.compiled.cache_clear()
-        seen.add(native.identity(CPU))
+        choose_anew()
+        seen.add(cpu.identity())
     assert len(seen) == 3
 
 
@@ -299,7 +237,7 @@ def test_another_target_is_another_identity(fresh: Path, monkeypatch: pytest.Mon
 def test_an_unknown_target_is_refused(fresh: Path, monkeypatch: pytest.MonkeyPatch, march: str) -> None:
     monkeypatch.setenv("COWROLL_KERNELS_MARCH", march)
     with pytest.raises(RolloutError, match=f"COWROLL_KERNELS_MARCH='{march}'"):
-        native.compiled()
+        cpu.identity()
 
 
 @COMPILED
@@ -307,7 +245,7 @@ def test_an_unknown_target_is_refused(fresh: Path, monkeypatch: pytest.MonkeyPat
 def test_a_target_that_this_cpu_lacks_is_refused(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COWROLL_KERNELS_MARCH", "sapphirerapids")
     with pytest.raises(RolloutError, match=r"COWROLL_KERNELS_MARCH='sapphirerapids': this CPU lacks .*avx512_fp16"):
-        native.compiled()
+        cpu.identity()
 
 
 @COMPILED
@@ -315,11 +253,11 @@ def test_a_target_that_this_cpu_lacks_is_refused(fresh: Path, monkeypatch: pytes
 def test_kernels_that_mean_other_structures_are_not_called(monkeypatch: pytest.MonkeyPatch, field: str) -> None:
     class Other:
         def __getattr__(self, name: str) -> object:
-            return getattr(native.kernels(), name)
+            return getattr(library.kernels().library, name)
 
         @staticmethod
         def kernel_interface(out: object) -> None:
-            native.kernels().kernel_interface(out)
+            library.kernels().library.kernel_interface(out)
             interface = ctypes.cast(out, ctypes.POINTER(bindings.Interface)).contents  # type: ignore[arg-type]
             setattr(interface, field, getattr(interface, field) + 1)
 
@@ -349,11 +287,11 @@ def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, cache
         monkeypatch.setenv("CXX", cxx)
         monkeypatch.setenv("COWROLL_KERNELS_MARCH", march)
         monkeypatch.setenv("COWROLL_CACHE", str(caches))
-    native.compiled.cache_clear()
-    if native.compiled() is None:
+    choose_anew()
+    if not has_kernels():
         pytest.skip("no compiled kernels here")
     yield
-    native.compiled.cache_clear()
+    choose_anew()
 
 
 def randoms(*shapes: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
@@ -366,7 +304,9 @@ def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     heads, size, _ = q.shape
     span = QuerySpan(np.arange(size), np.arange(1, size + 1), np.arange(size))
     layout = KVLayout(len(k), heads // len(k), 1, size)
-    return training_attention(q.transpose(0, 1).contiguous(), k, v, AttentionPlan([span], layout, CPU)).transpose(0, 1)
+    plan, scale = AttentionPlan([span], layout, CPU), q.shape[-1] ** -0.5
+    rows = q.transpose(0, 1).contiguous()
+    return training_attention(choose(CPU, q.dtype), rows, k, v, plan, scale).transpose(0, 1)
 
 
 def plain_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -418,7 +358,8 @@ def test_a_row_has_the_bits_of_the_row_alone(build: None, threads: int, dtype: t
     q, k, v = randoms(*QKV, dtype=dtype)
     span = QuerySpan(np.array([0]), np.array([row + 1]), np.arange(row + 1))
     plan = AttentionPlan([span], KVLayout(2, 2, 1, 150), CPU)
-    single = training_attention(q[:, alone].transpose(0, 1).contiguous(), k, v, plan)[0]
+    one = q[:, alone].transpose(0, 1).contiguous()
+    single = training_attention(choose(CPU, dtype), one, k, v, plan, q.shape[-1] ** -0.5)[0]
     assert torch.equal(single, causal(q, k, v)[:, row])
 
 
