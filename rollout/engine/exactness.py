@@ -96,7 +96,7 @@ def _decode(runner: ModelRunner, pool: BlockPool, groups: Seq[tuple[list[int], l
         request = Request(prompt, len(completions), SamplingParams(), 0, 0, g, 0, 1 << 30)
         parent = request.start_prompt(pool)
         parent.table.make_writable(0, len(prompt))
-        logits = runner.forward([Chunk(parent, 0, len(prompt))])[0]
+        logits = runner.execute(runner.prepare([Chunk(parent, 0, len(prompt))]))[0]
         for i, completion in enumerate(completions):
             rows[g, i, 0] = logits
             child = Sequence(request, i, list(prompt), parent.table.fork(), len(prompt), recomputing=True)
@@ -110,7 +110,7 @@ def _decode(runner: ModelRunner, pool: BlockPool, groups: Seq[tuple[list[int], l
             if copies:
                 runner.cache.copy_blocks(copies)
             chunks.append(Chunk(s, s.num_tokens - 1, 1))
-        logits = runner.forward(chunks)
+        logits = runner.execute(runner.prepare(chunks))
         rows.update({(*key, place): logits[j] for j, (key, _, _) in enumerate(active)})
     return torch.stack([rows[key] for key in sorted(rows)])
 

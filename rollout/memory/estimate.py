@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from rollout.config import RolloutConfig, SamplingParams
+from rollout.forward.inputs import Draws
 from rollout.forward.packing import Pack, build_pack
 from rollout.forward.runner import ModelRunner
 from rollout.forward.sampler import sample
@@ -271,8 +272,9 @@ def _forward_peak(runner: ModelRunner, chunks: list[Chunk]) -> int:
         return 0
     # a draw reads of a sequence what its random numbers are made of
     drawing = [Seq(c.sequence.request, i, c.sequence.token_ids, c.sequence.table) for i, c in enumerate(chunks)]
+    inputs, draws = runner.prepare(chunks), Draws.of(drawing)
     with LiveBytes() as live:
-        logits = runner.forward(chunks)
-        sample(logits, drawing)
+        logits = runner.execute(inputs)
+        sample(logits, draws)
     peak: int = live.peak
     return peak
