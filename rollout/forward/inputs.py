@@ -122,11 +122,13 @@ def _token_ids(chunks: Seq[Chunk], starts: Ints, size: int) -> tuple[Ints, Ints]
     ids = np.zeros(size, np.int64)
     table: list[tuple[int, int, int]] = []
     for chunk, row in zip(chunks, starts.tolist(), strict=False):
-        sequence = chunk.sequence
-        if sequence.is_prompt or sequence.recomputing:
-            ids[row : row + chunk.count] = sequence.token_ids[chunk.start : chunk.start + chunk.count]
-        else:
-            table.append((row, sequence.slot, chunk.start))
+        sequence, end = chunk.sequence, chunk.start + chunk.count
+        drawn = sequence.positions_on_device(chunk.start, end)
+        if len(drawn) < chunk.count:
+            ids[row : row + chunk.count] = sequence.token_ids[chunk.start : end]
+        for position in drawn:
+            ids[row + position - chunk.start] = 0
+            table.append((row + position - chunk.start, sequence.slot, position))
     return ids, np.array(table, np.int64).reshape(-1, 3).T
 
 

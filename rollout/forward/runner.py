@@ -21,16 +21,16 @@ from rollout_kernels.tiles import ROW_MULTIPLE, pad_rows
 
 
 class ModelRunner:
-    """Holds the rollout view, its KV tensors and the last token of every slot."""
+    """Holds the rollout view, its KV tensors and the token table: the ids that every slot's sequence has drawn."""
 
-    def __init__(self, view: PreTrainedModel, cache: KVCache, max_num_seqs: int, *, exact: bool) -> None:
+    def __init__(self, view: PreTrainedModel, cache: KVCache, max_num_seqs: int, max_len: int, *, exact: bool) -> None:
         self.view = view
         self.cache = cache
         self.device = cache.keys.device
         self.row_multiple = ROW_MULTIPLE if exact else 1
         self.group_siblings = True
         # sampled ids stay on the device: the next forward reads them here, not from the host
-        self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=self.device)
+        self._tokens = torch.zeros(max_num_seqs, max_len, dtype=torch.int32, device=self.device)
 
     def prepare(self, chunks: Seq[Chunk], forks: Seq[Sequence] = ()) -> ForwardInputs:
         """What execute() and a draw need of planned chunks, and of forks that draw from stored logits."""
@@ -66,12 +66,13 @@ class ModelRunner:
         if not bool(sampled.raw_logprobs.isfinite().all()):
             self.cache.clear()
             raise RolloutError("the model's logits are not finite: its weights are broken, or its dtype is too narrow")
-        self._last_tokens[self._on_device(inputs.draws.slots)] = sampled.ids
+        slots, positions = self._on_device(inputs.draws.slots), self._on_device(inputs.draws.positions)
+        self._tokens[slots, positions] = sampled.ids.int()
         return drawing, sampled, prefilled
 
-    def copy_last_token(self, source: int, destination: int) -> None:
-        """A sequence was forked: its last token is the fork's too."""
-        self._last_tokens[destination] = self._last_tokens[source]
+    def copy_tokens(self, source: int, destination: int, start: int, end: int) -> None:
+        """A sequence was forked: what slot `source` has drawn at positions start .. end - 1 is the fork's too."""
+        self._tokens[destination, start:end] = self._tokens[source, start:end]
 
     @staticmethod
     def _first_logits(fork: Sequence) -> Tensor:
@@ -88,7 +89,8 @@ class ModelRunner:
         )
         ids = self._on_device(inputs.ids)
         if len(inputs.table_rows):
-            ids[self._on_device(inputs.table_rows)] = self._last_tokens[self._on_device(inputs.table_slots)]
+            slots, positions = self._on_device(inputs.table_slots), self._on_device(inputs.table_positions)
+            ids[self._on_device(inputs.table_rows)] = self._tokens[slots, positions].long()
         logits = raw_logits(
             self.view, context, ids, self._on_device(inputs.positions), self._on_device(inputs.logit_rows)
         )

@@ -22,7 +22,7 @@ from rollout.model.kv_cache import KVCache, LayerGroup
 from rollout.model.views import make_view, training_view
 from rollout.schedule.batch import Chunk
 from rollout.schedule.block_pool import BlockPool
-from rollout.schedule.sequence import Request
+from rollout.schedule.sequence import Request, Span
 from rollout.schedule.sequence import Sequence as Seq
 from rollout_kernels.native import meta_stands_for, supports
 
@@ -214,7 +214,7 @@ def rollout_peak(
     cache = KVCache(LayerGroup.of(shallow, dtype), num_blocks, config.block_size, META)
     with meta_stands_for(device):
         view = make_view(skeleton(shallow, dtype), exact=exact)
-    runner = ModelRunner(view, cache, config.max_num_seqs, exact=exact)
+    runner = ModelRunner(view, cache, config.max_num_seqs, prompt + new, exact=exact)
     pool = BlockPool(num_blocks, config.block_size)
     families = _full_families(pool, config.max_num_seqs, prompt, new, n, sampling)
     decoding = [Chunk(s, s.num_tokens - 1, 1) for s in families]
@@ -262,7 +262,8 @@ def _full_families(
             if table.num_blocks_to_write(prompt, length) > pool.num_free_blocks:
                 return sequences
             table.make_writable(prompt, length)
-            sequences.append(Seq(parent.request, index, ids, table, prompt, len(sequences)))
+            spans = [Span(0, prompt, forced=True), Span(prompt, length, forced=False)]
+            sequences.append(Seq(parent.request, index, ids, table, prompt, len(sequences), spans=spans))
     return sequences
 
 
