@@ -70,8 +70,6 @@ def build_pack(
             positions.extend(range(length, length + len(rows)))
             targets.extend(completion)
             logit_rows.extend([start + length - 1, *rows.tolist()])
-    counts = [True] * len(targets) if loss_masks is None else [value for mask in loss_masks for value in mask]
-    assert len(counts) == len(targets), f"loss masks of {len(counts)} tokens for completions of {len(targets)}"
     multiple = ROW_MULTIPLE if exact else 1
     total = round_up(len(ids), multiple)
     layout = KVLayout(layer.num_kv_heads, layer.num_groups, unit=1, head_stride=total)
@@ -85,5 +83,13 @@ def build_pack(
         plan=AttentionPlan(spans, layout, device),
         targets=padded(targets, len(targets)),
         logit_rows=padded(logit_rows, round_up(len(logit_rows), multiple)),
-        loss_mask=torch.tensor(counts, dtype=torch.bool, device=device),
+        loss_mask=_joined_mask(loss_masks, len(targets)).to(device),
     )
+
+
+def _joined_mask(loss_masks: Sequence[Sequence[bool]] | None, count: int) -> Tensor:
+    if loss_masks is None:
+        return torch.ones(count, dtype=torch.bool)
+    joined = [value for mask in loss_masks for value in mask]
+    assert len(joined) == count, f"loss masks of {len(joined)} tokens for completions of {count}"
+    return torch.tensor(joined, dtype=torch.bool)
