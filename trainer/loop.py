@@ -126,7 +126,7 @@ def _update(run: Run, groups: list[RolloutGroup], advantages: Tensor, step: int)
         max_tokens=config.algorithm.micro_batch_tokens,
         exact=engine.exact,
     )
-    num_tokens = sum(len(rollout.completion_ids) for group in groups for rollout in group.rollouts)
+    num_tokens = sum(sum(rollout.loss_mask) for group in groups for rollout in group.rollouts)
     metrics = UpdateMetrics(num_tokens)
     for batch in batches:
         scores = score_tokens(run.policy, batch.pack, run.sampling)

@@ -99,7 +99,7 @@ class RolloutEngine:
         warn_if_slow(self.ops, self.device, self.dtype, self._num_threads)
         cache = KVCache(self.layer_group, num_blocks, config.block_size, self.device)
         view = make_view(self.module, exact=self.exact, ops=self.ops)
-        runner = ModelRunner(view, cache, config.max_num_seqs, exact=self.exact)
+        runner = ModelRunner(view, cache, config.max_num_seqs, limits.max_len, exact=self.exact)
         watch, special = WeightWatch(self.module), config.skip_special_tokens
         self._core = EngineCore(self.scheduler, runner, watch, tokenizer, self.end_token_ids, special)
 

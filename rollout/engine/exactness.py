@@ -92,21 +92,21 @@ def _decode(runner: ModelRunner, pool: BlockPool, groups: Seq[tuple[list[int], l
         request = Request(prompt, len(completions), SamplingParams(), 0, 0, g, 0, 1 << 30)
         parent = request.start_prompt(pool)
         parent.table.make_writable(0, len(prompt))
-        logits = runner.forward([Chunk(parent, 0, len(prompt))])[0]
+        logits = runner.execute(runner.prepare([Chunk(parent, 0, len(prompt))]))[0]
         for i, completion in enumerate(completions):
             rows[g, i, 0] = logits
-            child = Sequence(request, i, list(prompt), parent.table.fork(), len(prompt), recomputing=True)
+            child = Sequence(request, i, list(prompt), parent.table.fork(), len(prompt))
             live.append(((g, i), completion, child))
     for place in range(1, max(len(completion) for _, completion, _ in live)):
         active = [(key, completion, s) for key, completion, s in live if place < len(completion)]
         chunks = []
         for _, completion, s in active:
-            s.token_ids.append(completion[place - 1])
+            s.force([completion[place - 1]])
             copies = s.table.make_writable(s.num_tokens - 1, s.num_tokens)
             if copies:
                 runner.cache.copy_blocks(copies)
             chunks.append(Chunk(s, s.num_tokens - 1, 1))
-        logits = runner.forward(chunks)
+        logits = runner.execute(runner.prepare(chunks))
         rows.update({(*key, place): logits[j] for j, (key, _, _) in enumerate(active)})
     return torch.stack([rows[key] for key in sorted(rows)])
 
@@ -119,7 +119,7 @@ def probe(module: PreTrainedModel, group: LayerGroup, block_size: int, max_len: 
     view = make_view(module, exact=exact)
     num_blocks = sum(2 + (len(p) + max(map(len, cs))) // block_size * (len(cs) + 1) + 2 * len(cs) for p, cs in groups)
     cache = KVCache(group, num_blocks, block_size, device)
-    runner = ModelRunner(view, cache, max_num_seqs=1, exact=exact)
+    runner = ModelRunner(view, cache, max_num_seqs=1, max_len=1, exact=exact)
     decoded = _decode(runner, BlockPool(num_blocks, block_size), groups)
 
     pack = build_pack(groups, group, device, exact=exact)

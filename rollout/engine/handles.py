@@ -59,12 +59,12 @@ class RolloutHandle:
         if self._owner is not engine:
             raise RolloutError("this handle is of another engine: give it to the one that made it")
 
-    def running(self, index: int) -> Sequence:
+    def running(self, index: int, wish: str) -> Sequence:
         """The sequence of completion `index`, which has drawn a token and goes on; RolloutError if there is none."""
         for sequence in self.request.sequences:
             if sequence.index == index and sequence.logprobs and sequence.finish_reason is None and not self.done:
                 return sequence
-        raise RolloutError(f"completion {index} of this request is not running, so it cannot be forked")
+        raise RolloutError(f"completion {index} of this request is not running, so it cannot be {wish}")
 
     def _new_tokens(self, sequence: Sequence) -> list[Event]:
         # raw_logprobs is the last to grow, perhaps at this moment
@@ -78,6 +78,7 @@ class RolloutHandle:
                 sequence.token_ids[first + place],
                 sequence.logprobs[place],
                 sequence.raw_logprobs[place],
+                sequence.loss_mask[place],
             )
             for place in range(start, end)
         ]

@@ -14,12 +14,12 @@ from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from rollout.config import SamplingParams
+from rollout.config import SamplingParams, is_kind
 from rollout.engine.handles import RolloutHandle
 from rollout.engine.prompts import decode_completion
 from rollout.engine.stats import Meter
 from rollout.engine.turns import Turns
-from rollout.errors import RolloutError
+from rollout.errors import RolloutError, short
 from rollout.forward.runner import ModelRunner
 from rollout.model.weights import WeightWatch
 from rollout.schedule.batch import ScheduledBatch
@@ -226,10 +226,7 @@ class EngineCore:
     def _append(self, sequence: Sequence, token: int, logprob: float, raw_logprob: float) -> bool:
         """Append a drawn token; True if the sequence ends with it, its blocks free before the next plan."""
         request = sequence.request
-        sequence.token_ids.append(token)
-        sequence.logprobs.append(logprob)
-        sequence.raw_logprobs.append(raw_logprob)
-        sequence.recomputing = False
+        sequence.append(token, logprob, raw_logprob)
         self.meter.drew(sequence)
         sequence.first_logits = None
         ends = request.sampling.stop_token_ids
@@ -252,7 +249,14 @@ class EngineCore:
         if self._tokenizer is not None:
             text = decode_completion(request.prompt_ids, ids, self._tokenizer, skip_special_tokens=skip)
         rollout = Rollout(
-            sequence.index, ids, sequence.logprobs, sequence.raw_logprobs, text, reason, request.policy_version
+            sequence.index,
+            ids,
+            sequence.logprobs,
+            sequence.raw_logprobs,
+            text,
+            reason,
+            request.policy_version,
+            sequence.loss_mask,
         )
         handle.end(rollout)
         if handle.done:
@@ -264,7 +268,7 @@ class EngineCore:
     ) -> RolloutHandle:
         """Fork completion `index` of a running request into a request of its own; max_len bounds its length."""
         handle.check_owner(self.turns)
-        request, runner, parent = handle.request, self.ready(), handle.running(index)
+        request, runner, parent = handle.request, self.ready(), handle.running(index, "forked")
         params = sampling or request.sampling
         max_len = min(request.num_prompt_tokens + params.max_new_tokens, max_len)
         if max_len <= parent.num_tokens:
@@ -276,8 +280,29 @@ class EngineCore:
         child = self.scheduler.fork(parent, fork, family.n + family.num_forked)
         family.num_forked += 1
         if child.slot >= 0:
-            runner.copy_last_token(parent.slot, child.slot)
+            runner.copy_tokens(parent.slot, child.slot, request.num_prompt_tokens, parent.num_tokens)
         return forked
+
+    def force(self, handle: RolloutHandle, index: int, ids: list[int]) -> None:
+        """Put tokens that were not drawn behind a running completion, between steps; it goes on behind them.
+
+        They count for max_new_tokens, and an end token among them ends nothing. Raises RolloutError if the completion
+        has not drawn a token yet or has ended, if an id is not one of the model's, or if there is no room for them and
+        for a token behind them.
+        """
+        with self.turn():
+            handle.check_owner(self.turns)
+            vocab_size = self.ready().view.config.vocab_size
+            sequence = handle.running(index, "continued")
+            if not ids or not all(is_kind(int, token) and 0 <= token < vocab_size for token in ids):
+                raise RolloutError(f"{short(ids)}: force one or more ids of the model's vocabulary of {vocab_size}")
+            room = sequence.request.max_len - sequence.num_tokens - 1
+            if len(ids) > room:
+                raise RolloutError(
+                    f"{len(ids)} tokens are too many for completion {index}, which has room for {room} and one to draw"
+                    " behind them: raise max_new_tokens, max_model_len or num_blocks"
+                )
+            sequence.force(list(ids))
 
     # -- weights ------------------------------------------------------------------------------------------------
 

@@ -154,7 +154,7 @@ class Meter:
             self.window.first.append(sequence.first_token_at - sequence.request.submitted_at)
 
     def finished(self, sequence: Sequence) -> None:
-        further = len(sequence.logprobs) - 1
+        further = sum(sequence.loss_mask) - 1  # forced tokens take no steps of their own
         if further > 0:
             self.window.per_token.append((time.perf_counter() - sequence.first_token_at) / further)
 

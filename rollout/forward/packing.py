@@ -25,6 +25,7 @@ class Pack:
 
     ids, positions: [T] int64. targets: [C] int64, completion tokens in order of group, completion, place.
     logit_rows: [C padded] int64, the token row whose logits predict each target; padding repeats row 0.
+    loss_mask: [C] bool, which targets count in a loss. Those that do not (forced tokens) are attended all the same.
     """
 
     ids: Tensor
@@ -32,6 +33,7 @@ class Pack:
     plan: AttentionPlan
     targets: Tensor
     logit_rows: Tensor
+    loss_mask: Tensor
 
 
 @own_torch_state()
@@ -41,8 +43,12 @@ def build_pack(
     device: torch.device,
     *,
     exact: bool,
+    loss_masks: Sequence[Sequence[bool]] | None = None,
 ) -> Pack:
-    """Pack groups of (prompt ids, completions); every prompt and completion has at least one token."""
+    """Pack groups of (prompt ids, completions); every prompt and completion has at least one token.
+
+    loss_masks: one per completion, in order of group and completion, one value per token. None: all count.
+    """
     ids: list[int] = []
     positions: list[int] = []
     targets: list[int] = []
@@ -77,4 +83,13 @@ def build_pack(
         plan=AttentionPlan(spans, layout, device),
         targets=padded(targets, len(targets)),
         logit_rows=padded(logit_rows, round_up(len(logit_rows), multiple)),
+        loss_mask=_joined_mask(loss_masks, len(targets)).to(device),
     )
+
+
+def _joined_mask(loss_masks: Sequence[Sequence[bool]] | None, count: int) -> Tensor:
+    if loss_masks is None:
+        return torch.ones(count, dtype=torch.bool)
+    joined = [value for mask in loss_masks for value in mask]
+    assert len(joined) == count, f"loss masks of {len(joined)} tokens for completions of {count}"
+    return torch.tensor(joined, dtype=torch.bool)

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout.config import SamplingParams
-from rollout.schedule.sequence import Sequence
+from rollout.forward.inputs import Draws
 from rollout_kernels.logprobs import kept_tokens, sample_inverse_cdf, scaled_logits, token_logprobs
 from rollout_kernels.ops import Ops
 from rollout_kernels.philox import uniform53
@@ -29,24 +28,6 @@ class SampledTokens:
     ids: Tensor
     logprobs: Tensor
     raw_logprobs: Tensor
-
-
-def draw_uniform(sequences: Seq[Sequence]) -> NDArray[np.float64]:
-    """The uniform number in [0, 1) of each sequence's next token."""
-    requests = [s.request for s in sequences]
-
-    def words(values: list[int]) -> NDArray[np.uint64]:
-        return np.array(values, np.uint64)
-
-    return uniform53(
-        (
-            words([s.num_tokens for s in sequences]),
-            words([s.index for s in sequences]),
-            words([r.key for r in requests]),
-            words([r.step for r in requests]),
-        ),
-        (words([r.seed for r in requests]), words([r.purpose for r in requests])),
-    )
 
 
 def processed_logits(logits: Tensor, sampling: Seq[SamplingParams]) -> tuple[Tensor, Tensor | None]:
@@ -68,14 +49,13 @@ def processed_logits(logits: Tensor, sampling: Seq[SamplingParams]) -> tuple[Ten
     return z, kept
 
 
-def sample(logits: Tensor, sequences: Seq[Sequence], ops: Ops) -> SampledTokens:
-    """Draw the next token of each sequence from its row of logits [>= R, V]; further rows are padding."""
-    sampling = [s.request.sampling for s in sequences]
-    rows = len(sequences)
-    sampling += [SamplingParams()] * (logits.shape[0] - rows)
+def sample(logits: Tensor, draws: Draws, ops: Ops) -> SampledTokens:
+    """Draw R tokens from their rows of logits [>= R, V]; further rows are padding."""
+    rows = len(draws.sampling)
+    sampling = draws.sampling + [SamplingParams()] * (logits.shape[0] - rows)
     z, kept = processed_logits(logits, sampling)
     uniform = np.zeros(logits.shape[0])
-    uniform[:rows] = draw_uniform(sequences)
+    uniform[:rows] = uniform53(tuple(draws.counters), tuple(draws.seeds))
     ids = sample_inverse_cdf(ops, z, torch.from_numpy(uniform).to(z.device), kept)
     greedy = [i for i in range(rows) if sampling[i].temperature == 0.0]
     if greedy:

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from rollout.config import RolloutConfig, SamplingParams
+from rollout.forward.inputs import Draws
 from rollout.forward.packing import Pack, build_pack
 from rollout.forward.runner import ModelRunner
 from rollout.forward.sampler import sample
@@ -21,7 +22,7 @@ from rollout.model.kv_cache import KVCache, LayerGroup
 from rollout.model.views import make_view, training_view
 from rollout.schedule.batch import Chunk
 from rollout.schedule.block_pool import BlockPool
-from rollout.schedule.sequence import Request
+from rollout.schedule.sequence import Request, Span
 from rollout.schedule.sequence import Sequence as Seq
 from rollout_kernels.ops import choose
 
@@ -212,7 +213,7 @@ def rollout_peak(
     shallow = _shallow(model_config, min(2, model_config.num_hidden_layers))
     cache = KVCache(LayerGroup.of(shallow, dtype), num_blocks, config.block_size, META)
     view = make_view(skeleton(shallow, dtype), exact=exact, ops=choose(device, dtype))
-    runner = ModelRunner(view, cache, config.max_num_seqs, exact=exact)
+    runner = ModelRunner(view, cache, config.max_num_seqs, prompt + new, exact=exact)
     pool = BlockPool(num_blocks, config.block_size)
     families = _full_families(pool, config.max_num_seqs, prompt, new, n, sampling)
     decoding = [Chunk(s, s.num_tokens - 1, 1) for s in families]
@@ -259,7 +260,8 @@ def _full_families(
             if table.num_blocks_to_write(prompt, length) > pool.num_free_blocks:
                 return sequences
             table.make_writable(prompt, length)
-            sequences.append(Seq(parent.request, index, ids, table, prompt, len(sequences)))
+            spans = [Span(0, prompt, forced=True), Span(prompt, length, forced=False)]
+            sequences.append(Seq(parent.request, index, ids, table, prompt, len(sequences), spans=spans))
     return sequences
 
 
@@ -269,8 +271,9 @@ def _forward_peak(runner: ModelRunner, chunks: list[Chunk]) -> int:
         return 0
     # a draw reads of a sequence what its random numbers are made of
     drawing = [Seq(c.sequence.request, i, c.sequence.token_ids, c.sequence.table) for i, c in enumerate(chunks)]
+    inputs, draws = runner.prepare(chunks), Draws.of(drawing)
     with LiveBytes() as live:
-        logits = runner.forward(chunks)
-        sample(logits, drawing, runner.view.ops)
+        logits = runner.execute(inputs)
+        sample(logits, draws, runner.view.ops)
     peak: int = live.peak
     return peak

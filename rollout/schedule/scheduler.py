@@ -71,7 +71,10 @@ class Scheduler:
         return batch
 
     def _schedule_running(self, batch: ScheduledBatch) -> int:
-        """Chunks for the running sequences; returns the prompt tokens that are left for others."""
+        """Chunks for the running sequences; returns how many tokens of prompts are left for others.
+
+        A sequence with more than one token to compute (a prompt, preempted or forced tokens) takes of that budget.
+        """
         decodes = sum(s.num_tokens - s.num_computed == 1 for s in self.running)
         budget = min(self.max_num_batched_tokens - decodes, self.prefill_chunk_size)
         i = 0
@@ -214,8 +217,7 @@ class Scheduler:
         The fork shares every block, its unfilled last one too, until either writes to it. Without a slot to spare it
         waits and computes its KV again.
         """
-        child = Sequence(request, index, list(parent.token_ids), BlockTable(self.pool))
-        child.logprobs, child.raw_logprobs = list(parent.logprobs), list(parent.raw_logprobs)
+        child = parent.fork(request, index, BlockTable(self.pool))
         request.policy_version = parent.request.policy_version
         request.forked_from = parent.request
         request.unforked.clear()
@@ -228,11 +230,12 @@ class Scheduler:
             and not parent.recomputing
         ):
             child.table, child.num_computed = parent.table.fork(), parent.num_computed
+            child.num_host_tokens = parent.num_host_tokens
             child.cached, child.slot = list(parent.cached), self._free_slots.pop()
             self.stats.prefix_tokens_saved += parent.num_computed
             self.running.append(child)
         else:
-            child.recomputing = True
+            child.num_host_tokens = child.num_tokens
             self.stats.recomputed_tokens += child.num_tokens - 1
             self.preempted.append(child)
         return child
@@ -263,7 +266,7 @@ class Scheduler:
         self.stats.recomputed_tokens += victim.num_computed
         self._release(victim)
         victim.num_preemptions += 1
-        victim.num_computed, victim.recomputing = 0, True
+        victim.num_computed, victim.num_host_tokens = 0, victim.num_tokens
         self.preempted.appendleft(victim)
 
     def prefilled(self, prompt: Sequence, logits_row: object) -> None:

@@ -1,7 +1,7 @@
 """Requests and their sequences, as the scheduler sees them: counts and blocks, no tensors."""
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rollout.config import SamplingParams
 from rollout.schedule.block_pool import BlockPool, BlockTable
@@ -9,9 +9,22 @@ from rollout.schedule.prefix_cache import CachedBlock, CacheKey
 from rollout.types import FinishReason
 
 
+@dataclass
+class Span:
+    """Tokens start .. end - 1 of a sequence: all given to it (forced), or all drawn by it (sampled)."""
+
+    start: int
+    end: int
+    forced: bool
+
+
 @dataclass(eq=False)
 class Sequence:
-    """A prompt (index -1) or one of its completions (index 0 .. n - 1)."""
+    """A prompt (index -1) or one of its completions (index 0 .. n - 1): a list of spans.
+
+    A prompt is a forced span, what is drawn extends a sampled one, and forced tokens may come in between. Forced tokens
+    whose KV is missing are computed like a prompt's: in chunks, and the next token is drawn behind the last of them.
+    """
 
     request: "Request"
     index: int
@@ -21,11 +34,11 @@ class Sequence:
     num_computed: int = 0
     """Leading tokens whose KV is in the blocks."""
     slot: int = -1
-    """Row of the device's last-token table while it runs; -1 for a prompt."""
+    """Row of the device's token table while it runs; -1 for a prompt."""
     first_logits: object | None = None
     """Row of its prompt's logits, until it has drawn its first token from them."""
-    recomputing: bool = False
-    """Preempted: its tokens are prefilled again before it goes on."""
+    num_host_tokens: int = 0
+    """Leading tokens that were there when it last lost its slot: of these, the host has the sampled ids, too."""
     num_preemptions: int = 0
     first_token_at: float = 0.0
     """Clock when it drew its first token."""
@@ -33,7 +46,15 @@ class Sequence:
     """Nodes of its leading blocks in the prefix cache."""
     logprobs: list[float] = field(default_factory=list)
     raw_logprobs: list[float] = field(default_factory=list)
+    loss_mask: list[bool] = field(default_factory=list)
+    """Of each completion token, whether it counts in a loss."""
+    spans: list[Span] = field(default_factory=list)
+    """In order, without gaps. Left out: token_ids are forced."""
     finish_reason: FinishReason | None = None
+
+    def __post_init__(self) -> None:
+        if not self.spans:
+            self.spans.append(Span(0, len(self.token_ids), forced=True))
 
     @property
     def num_tokens(self) -> int:
@@ -46,6 +67,55 @@ class Sequence:
     @property
     def is_prompt(self) -> bool:
         return self.index < 0
+
+    @property
+    def recomputing(self) -> bool:
+        """Preempted: its tokens are prefilled again before it goes on."""
+        return self.num_computed < self.num_host_tokens
+
+    def append(self, token: int, logprob: float, raw_logprob: float) -> None:
+        """Add a drawn token."""
+        self._extend([token], forced=False)
+        self.loss_mask.append(True)
+        self.logprobs.append(logprob)
+        self.raw_logprobs.append(raw_logprob)
+
+    def force(self, ids: list[int]) -> None:
+        """Add tokens that were not drawn: their log-probs are 0.0, and they count in no loss."""
+        self._extend(ids, forced=True)
+        self.loss_mask += [False] * len(ids)
+        self.logprobs += [0.0] * len(ids)
+        self.raw_logprobs += [0.0] * len(ids)
+
+    def _extend(self, ids: list[int], *, forced: bool) -> None:
+        self.token_ids += ids
+        if self.spans[-1].forced != forced:
+            self.spans.append(Span(self.spans[-1].end, self.spans[-1].end, forced))
+        self.spans[-1].end += len(ids)
+
+    def positions_on_device(self, start: int, end: int) -> list[int]:
+        """Those of start .. end - 1 whose ids are in the device's token table: drawn, and since it has its slot."""
+        start = max(start, self.num_host_tokens)
+        positions: list[int] = []
+        for span in reversed(self.spans):
+            if span.end <= start:
+                break
+            if not span.forced:
+                positions[:0] = range(max(start, span.start), min(end, span.end))
+        return positions
+
+    def fork(self, request: "Request", index: int, table: BlockTable) -> "Sequence":
+        """A sequence of another request with the same tokens so far."""
+        return Sequence(
+            request,
+            index,
+            list(self.token_ids),
+            table,
+            logprobs=list(self.logprobs),
+            raw_logprobs=list(self.raw_logprobs),
+            loss_mask=list(self.loss_mask),
+            spans=[replace(span) for span in self.spans],
+        )
 
 
 @dataclass(eq=False)

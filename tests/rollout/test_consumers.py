@@ -219,7 +219,7 @@ def test_an_abort_in_the_middle_of_a_step_is_done_at_its_end(monkeypatch: pytest
         handles = [engine.submit(prompt, 2, SAMPLING) for prompt in PROMPTS]
         runner = engine._runner
         assert runner is not None
-        forward = runner.forward
+        forward = runner.execute
 
         def aborting(*arguments: Any) -> Any:
             thread = threading.Thread(target=engine.abort, args=(handles[0],))
@@ -229,7 +229,7 @@ def test_an_abort_in_the_middle_of_a_step_is_done_at_its_end(monkeypatch: pytest
             engine.abort(handles[1])
             return forward(*arguments)
 
-        monkeypatch.setattr(runner, "forward", aborting)
+        monkeypatch.setattr(runner, "execute", aborting)
         engine.step()
         assert [handle.done for handle in handles] == [True, True, False, False]
         for handle in handles:
@@ -276,7 +276,7 @@ def test_nobody_waits_for_ever_behind_one_who_steps(monkeypatch: pytest.MonkeyPa
     with small_engine(shared_model("qwen3")) as engine:
         runner = engine._runner
         assert runner is not None
-        forward, began, asked = runner.forward, threading.Event(), threading.Event()
+        forward, began, asked = runner.execute, threading.Event(), threading.Event()
 
         def waiting(*arguments: Any) -> Any:
             began.set()
@@ -285,7 +285,7 @@ def test_nobody_waits_for_ever_behind_one_who_steps(monkeypatch: pytest.MonkeyPa
                 pass  # until the other thread stands in line
             return forward(*arguments)
 
-        monkeypatch.setattr(runner, "forward", waiting)
+        monkeypatch.setattr(runner, "execute", waiting)
         steps: list[int] = []
 
         def update() -> None:
@@ -304,14 +304,14 @@ def test_nobody_waits_for_ever_behind_one_who_steps(monkeypatch: pytest.MonkeyPa
 def failing_at(engine: RolloutEngine, call: int, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
     runner, calls = engine._runner, itertools.count()
     assert runner is not None
-    forward = runner.forward
+    forward = runner.execute
 
     def failing(*arguments: Any) -> Any:
         if next(calls) == call:
             raise error
         return forward(*arguments)
 
-    monkeypatch.setattr(runner, "forward", failing)
+    monkeypatch.setattr(runner, "execute", failing)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("out of luck"), KeyboardInterrupt(), RolloutError("broken")], ids=repr)
@@ -356,7 +356,7 @@ def test_an_interrupt_of_one_who_waits_ends_only_its_own(monkeypatch: pytest.Mon
     with small_engine(shared_model("qwen3")) as engine:
         runner, interrupted = engine._runner, threading.Event()
         assert runner is not None
-        forward = runner.forward
+        forward = runner.execute
 
         def waited_for(*arguments: Any) -> Any:
             if threading.current_thread() is not threading.main_thread() and not interrupted.is_set():
@@ -366,7 +366,7 @@ def test_an_interrupt_of_one_who_waits_ends_only_its_own(monkeypatch: pytest.Mon
                 signal.raise_signal(signal.SIGINT)
             return forward(*arguments)
 
-        monkeypatch.setattr(runner, "forward", waited_for)
+        monkeypatch.setattr(runner, "execute", waited_for)
         with ThreadPoolExecutor(1) as pool:
             other = pool.submit(engine.generate_rollouts, PROMPTS, 2, SAMPLING)
             with pytest.raises(KeyboardInterrupt):
@@ -416,14 +416,14 @@ def test_a_step_inside_a_step_is_refused(name: str, monkeypatch: pytest.MonkeyPa
             "close": engine.close,
         }
         assert runner is not None
-        forward = runner.forward
+        forward = runner.execute
 
         def nested(*arguments: Any) -> Any:
             with pytest.raises(RolloutError, match="already generating"):
                 calls[name]()
             return forward(*arguments)
 
-        monkeypatch.setattr(runner, "forward", nested)
+        monkeypatch.setattr(runner, "execute", nested)
         while not handle.done:
             engine.step()
         assert [(0, rollout) for rollout in handle.rollouts] == alone([PROMPTS[0]], 1)

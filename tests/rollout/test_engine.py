@@ -320,14 +320,14 @@ def test_an_error_in_a_forward_gives_everything_back(
     engine = small_engine(shared_model("qwen3"), **TIGHT)
     expected = completions(engine.generate_rollouts(PROMPTS, 4, SAMPLING))
     assert engine._runner is not None
-    forward, calls = engine._runner.forward, iter(range(1000))
+    forward, calls = engine._runner.execute, iter(range(1000))
 
     def failing(*arguments: Any) -> Any:
         if next(calls) == after:
             raise error("injected")
         return forward(*arguments)
 
-    monkeypatch.setattr(engine._runner, "forward", failing)
+    monkeypatch.setattr(engine._runner, "execute", failing)
     with pytest.raises(error, match="injected"):
         engine.generate_rollouts(PROMPTS, 4, SAMPLING)
     engine.scheduler.check_integrity()
@@ -340,7 +340,7 @@ def test_a_call_within_a_call_is_refused_and_the_outer_one_goes_on(
 ) -> None:
     engine = small_engine(shared_model("qwen3"))
     assert engine._runner is not None
-    forward = engine._runner.forward
+    forward = engine._runner.execute
 
     def nested(*arguments: Any) -> Any:
         for call in (lambda: engine.generate_rollouts([[1]], 1), engine.weights_updated):
@@ -348,7 +348,7 @@ def test_a_call_within_a_call_is_refused_and_the_outer_one_goes_on(
                 call()
         return forward(*arguments)
 
-    monkeypatch.setattr(engine._runner, "forward", nested)
+    monkeypatch.setattr(engine._runner, "execute", nested)
     assert [contents(group) for group in engine.generate_rollouts(PROMPTS, 4, SAMPLING)] == alone
     assert engine.policy_version == 0
 

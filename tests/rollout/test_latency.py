@@ -50,7 +50,7 @@ class Plan:
                 self.scheduler.prefilled(chunk.sequence, "logits")
         drawing = [c.sequence for c in batch.chunks if c.completes and not c.sequence.is_prompt]
         for sequence in drawing + batch.forks:
-            sequence.token_ids.append(7)
+            sequence.append(7, 0.0, 0.0)
             if sequence.num_tokens == sequence.request.max_len:
                 sequence.finish_reason = "length"
                 self.scheduler.finish(sequence)

@@ -8,7 +8,7 @@ import pytest
 
 from rollout.config import SamplingParams
 from rollout.schedule.batch import Chunk, ScheduledBatch
-from rollout.schedule.block_pool import BlockPool
+from rollout.schedule.block_pool import BlockPool, BlockTable
 from rollout.schedule.scheduler import Scheduler
 from rollout.schedule.sequence import Request, Sequence
 
@@ -32,7 +32,8 @@ class Simulation:
     steps: int = 0
     computed: int = 0
     storage: dict[int, dict[int, Prefix]] = field(default_factory=dict)
-    last_tokens: dict[int, int] = field(default_factory=dict)
+    table: dict[tuple[int, int], int] = field(default_factory=dict)
+    """The device's token table: (slot, position) -> drawn id."""
     requests: list[Request] = field(default_factory=list)
     batches: list[ScheduledBatch] = field(default_factory=list)
 
@@ -90,9 +91,12 @@ class Simulation:
         sequence = chunk.sequence
         assert chunk.start == sequence.num_computed
         self.expect_past(sequence, chunk.start)
-        if not sequence.is_prompt and not sequence.recomputing:
-            assert chunk.count == 1
-            assert self.last_tokens[sequence.slot] == sequence.token_ids[-1]
+        end = chunk.start + chunk.count
+        drawn = sequence.positions_on_device(chunk.start, end)
+        assert [self.table[sequence.slot, p] for p in drawn] == [sequence.token_ids[p] for p in drawn]
+        others = set(range(chunk.start, end)) - set(drawn)
+        known = max(sequence.num_host_tokens, sequence.request.num_prompt_tokens)
+        assert all(p < known or self.forced(sequence, p) for p in others)
         for position in range(chunk.start, chunk.start + chunk.count):
             block = sequence.table.blocks[position // self.block_size]
             assert self.pool.ref_count(block) == 1, "about to write to a shared block"
@@ -108,9 +112,8 @@ class Simulation:
 
     def append(self, sequence: Sequence) -> None:
         token = self.random.randrange(1 << 30)
-        sequence.token_ids.append(token)
-        self.last_tokens[sequence.slot] = token
-        sequence.recomputing = False
+        self.table[sequence.slot, sequence.num_tokens] = token
+        sequence.append(token, 0.0, 0.0)
         sequence.first_logits = None
         if self.random.random() < self.stop_probability:
             sequence.finish_reason = "stop"
@@ -118,6 +121,17 @@ class Simulation:
             sequence.finish_reason = "length"
         if sequence.finish_reason:
             self.scheduler.finish(sequence)
+
+    @staticmethod
+    def forced(sequence: Sequence, position: int) -> bool:
+        return not sequence.is_prompt and not sequence.loss_mask[position - sequence.request.num_prompt_tokens]
+
+    def force(self, sequence: Sequence, count: int) -> bool:
+        """Force tokens on a completion if that leaves room for one to draw."""
+        fits = sequence.finish_reason is None and sequence.num_tokens + count < sequence.request.max_len
+        if fits:
+            sequence.force([self.random.randrange(1 << 30) for _ in range(count)])
+        return fits
 
     @property
     def necessary(self) -> int:
@@ -277,6 +291,88 @@ def test_aborting_gives_every_block_and_slot_back() -> None:
         sim.scheduler.check_integrity()
         assert not sim.scheduler.has_work
         assert sim.pool.num_free_blocks == 12
+
+
+# -- spans --------------------------------------------------------------------------------------------------------
+
+
+def test_spans_say_where_tokens_come_from() -> None:
+    """A prompt of 3, 2 drawn, 2 forced, 1 drawn: four spans, and a mask over the completion."""
+    sequence = Sequence(
+        Request([1, 2, 3], 1, SamplingParams(), 0, 0, 0, 0, 99), 0, [1, 2, 3], BlockTable(BlockPool(9, 4))
+    )
+    sequence.append(4, -0.5, -0.6)
+    sequence.append(5, -0.7, -0.8)
+    sequence.force([6, 7])
+    sequence.append(8, -0.9, -1.0)
+    assert [(s.start, s.end, s.forced) for s in sequence.spans] == [
+        (0, 3, True),
+        (3, 5, False),
+        (5, 7, True),
+        (7, 8, False),
+    ]
+    assert sequence.completion_ids == [4, 5, 6, 7, 8]
+    assert sequence.loss_mask == [True, True, False, False, True]
+    assert sequence.logprobs == [-0.5, -0.7, 0.0, 0.0, -0.9]
+    assert sequence.raw_logprobs == [-0.6, -0.8, 0.0, 0.0, -1.0]
+
+
+def test_drawn_tokens_are_read_from_the_device_unless_the_slot_was_lost() -> None:
+    sequence = Sequence(Request([1, 2], 1, SamplingParams(), 0, 0, 0, 0, 99), 0, [1, 2], BlockTable(BlockPool(9, 4)))
+    for token in (3, 4):
+        sequence.append(token, 0.0, 0.0)
+    sequence.force([5])
+    sequence.append(6, 0.0, 0.0)
+    assert sequence.positions_on_device(0, 6) == [2, 3, 5]
+    assert sequence.positions_on_device(3, 5) == [3]
+    sequence.num_host_tokens = 6
+    sequence.append(7, 0.0, 0.0)
+    assert sequence.positions_on_device(0, 7) == [6]
+
+
+def test_forced_tokens_are_computed_in_one_chunk_and_drawn_behind() -> None:
+    """After the 3rd draw 5 tokens are forced: the next chunk is the drawn token and they, and one token is drawn."""
+    sim = Simulation(num_blocks=100)
+    request = sim.add(6, new_tokens=12)
+    while not request.sequences or len(request.sequences[0].logprobs) < 3:
+        sim.step()
+    (sequence,) = request.sequences
+    assert sim.force(sequence, 5)
+    batch = sim.step()
+    assert [(chunk.start, chunk.count) for chunk in batch.chunks] == [(8, 6)]
+    assert sequence.loss_mask == [True] * 3 + [False] * 5 + [True]
+    sim.run()
+    assert len(sequence.completion_ids) == 12
+    assert sim.computed == sim.necessary
+
+
+def test_forced_tokens_take_of_the_budget_and_others_decode_beside_them() -> None:
+    """20 forced tokens and the drawn one before, at 10 tokens an iteration, of which the other completion takes 1."""
+    sim = Simulation(num_blocks=100, max_num_batched_tokens=10)
+    requests = [sim.add(3, new_tokens=40) for _ in range(2)]
+    while not all(request.sequences for request in requests):
+        sim.step()
+    assert sim.force(requests[1].sequences[0], 20)
+    counts = [sorted(chunk.count for chunk in sim.step().chunks) for _ in range(4)]
+    assert counts == [[1, 9], [1, 9], [1, 3], [1, 1]]
+    sim.run()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_tokens_forced_at_random_times_on_running_and_preempted_completions(seed: int) -> None:
+    """Every chunk finds its own past, whatever was preempted; each completion ends at its full length or at a stop."""
+    sim, draw = random_simulation(2000 + seed), random.Random(seed)
+    forced = 0
+    while sim.scheduler.has_work:
+        sim.step()
+        live = [s for r in sim.requests for s in r.sequences if s.finish_reason is None and s.logprobs]
+        if live and draw.random() < 0.3:
+            forced += sim.force(draw.choice(live), draw.randint(1, 12))
+    sim.run()
+    masks = [s.loss_mask for r in sim.requests for s in r.sequences]
+    assert all(mask[0] and mask[-1] for mask in masks)
+    assert all(s.num_tokens == r.max_len for r in sim.requests for s in r.sequences if s.finish_reason == "length")
+    assert forced == 0 or not all(all(mask) for mask in masks)
 
 
 # -- anything -----------------------------------------------------------------------------------------------------

@@ -69,9 +69,8 @@ class Load:
         self.scheduler.check_integrity()
 
     def append(self, sequence: Sequence) -> None:
-        sequence.first_logits, sequence.recomputing = None, False
-        sequence.token_ids.append(self.draw.randrange(1000))
-        sequence.logprobs.append(0.0)
+        sequence.first_logits = None
+        sequence.append(self.draw.randrange(1000), 0.0, 0.0)
         if sequence.num_tokens >= sequence.request.max_len or self.draw.random() < 0.02:
             sequence.finish_reason = "stop"
             self.scheduler.finish(sequence)

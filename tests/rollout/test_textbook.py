@@ -40,7 +40,7 @@ def iterations(scheduler: Scheduler) -> Iterator[ScheduledBatch]:
             elif chunk.completes:
                 drawing.append(chunk.sequence)
         for sequence in drawing:
-            sequence.token_ids.append(7)
+            sequence.append(7, 0.0, 0.0)
             if sequence.num_tokens == sequence.request.max_len:
                 sequence.finish_reason = "length"
                 scheduler.finish(sequence)

@@ -1,5 +1,7 @@
 """Packs and micro-batches: log-probs and gradients are those of one unpacked row after the other in transformers."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from rollout.forward.scoring import score_tokens
 from rollout.model.kv_cache import LayerGroup
 from rollout.model.views import training_view
 from trainer.algorithm.batch import TrainingBatch, micro_batches
+from trainer.algorithm.losses import policy_loss
 
 
 def _group(prompt: list[int], completions: list[list[int]]) -> RolloutGroup:
@@ -60,6 +63,25 @@ def test_gradients_are_those_of_unpacked_rows(arch: str, checkpointing: bool) ->
             chosen.sum().backward()
     for (name, a), (_, b) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
         assert (a.grad - b.grad).norm() < 1e-4 * b.grad.norm(), name
+
+
+def test_forced_tokens_are_attended_and_count_in_no_loss() -> None:
+    """Two of five tokens of the first completion: the loss is a mean of the six others, and its gradient theirs."""
+    model = tiny_models.shared_model("qwen3")
+    (group,) = _groups([[6, 5, 3]])
+    mask = [True, False, False, True, True]
+    forced = replace(group.rollouts[0], loss_mask=mask)
+    (batch,) = _batches(model, [replace(group, rollouts=[forced, group.rollouts[1]])], 10_000)
+    (plain,) = _batches(model, [group], 10_000)
+    assert batch.loss_mask.tolist() == mask + [True] * 3
+    assert plain.loss_mask.tolist() == [True] * 8
+    assert all(torch.equal(getattr(batch.pack, name), getattr(plain.pack, name)) for name in ("ids", "targets"))
+    logprobs = torch.full((8,), -1.0, requires_grad=True)
+    loss = policy_loss(logprobs, batch.rollout_logprobs, torch.ones(8), batch.loss_mask, 6, clip_low=0.2, clip_high=0.2)
+    loss.loss.backward()
+    assert loss.loss.item() == pytest.approx(-1.0)
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx([-1 / 6, 0.0, 0.0, *[-1 / 6] * 5])
 
 
 @pytest.mark.parametrize("max_tokens", [1, 20, 90, 10_000])

@@ -15,7 +15,8 @@ from rollout.model.kv_cache import LayerGroup
 class TrainingBatch:
     """One pack of groups, each prompt once, with C completion tokens in order of group, rollout, place.
 
-    rollout_logprobs: fp32 [C], what the generator drew the tokens with. advantages: fp32 [C]. loss_mask: bool [C].
+    rollout_logprobs: fp32 [C], what the generator drew the tokens with; 0.0 for forced ones. advantages: fp32 [C].
+    loss_mask: bool [C], False for forced tokens, which are attended and count in no loss.
     """
 
     pack: Pack
@@ -72,9 +73,11 @@ def _batch(
     ]
     logprobs = [value for _, rollout, _ in chosen for value in rollout.logprobs]
     repeated = [advantage for _, rollout, advantage in chosen for _ in rollout.completion_ids]
+    masks = [rollout.loss_mask for _, rollout, _ in chosen]
+    packed = build_pack(token_lists, layer, device, exact=exact, loss_masks=masks)
     return TrainingBatch(
-        pack=build_pack(token_lists, layer, device, exact=exact),
+        pack=packed,
         rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32, device=device),
         advantages=torch.tensor(repeated, dtype=torch.float32, device=device),
-        loss_mask=torch.ones(len(logprobs), dtype=torch.bool, device=device),
+        loss_mask=packed.loss_mask,
     )
