@@ -104,7 +104,7 @@ def replay(model: PreTrainedModel, request: Request, made: Rollout) -> tuple[Ten
         sequence.table.make_writable(start, end)
         inputs = runner.prepare([Chunk(sequence, start, end - start)])
         with torch.no_grad():
-            sampled = sample(runner.execute(inputs), inputs.draws)
+            sampled = sample(runner.execute(inputs), inputs.draws, runner.view.ops)
         drawn.append((int(sampled.ids), float(sampled.logprobs), float(sampled.raw_logprobs)))
         sequence.num_computed = end
         sequence.force([token])
