@@ -2,10 +2,8 @@
 
 import dataclasses
 import logging
-import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,47 +12,31 @@ from omegaconf import OmegaConf
 from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from rollout import RolloutEngine, RolloutError, SamplingParams
+from rollout import RolloutEngine, RolloutError
 from rollout.memory.device import sized_for
 from rollout.model.builtin import tiny_config, tiny_tokenizer
 from rollout.model.files import find_directory
 from rollout.model.loading import check_directory, load_model, load_tokenizer, read_config
 from rollout.model.views import training_view
 from rollout_kernels.native import identity
-from trainer.config import ConfigError, TrainerConfig, sampling_params, trajectory_keys
+from trainer.config import ConfigError, TrainerConfig, trajectory_keys
 from trainer.config.limits import check_device, check_limits
 from trainer.data.rendering import kept_prompts, render_rows, restore_prompts
 from trainer.data.rows import Row, RowStream
-from trainer.data.tasks import RewardFunction, Task, make_task
+from trainer.data.tasks import Task, make_task
 from trainer.memory import MemoryWatch, plan_memory, step_shape
 from trainer.optimizer import MasterAdamW
 from trainer.rewards.rewards import check_reward, make_reward
+from trainer.step import Trainer
 from trainer.storage import checkpoint
 from trainer.storage.digests import check_contents, model_contents, task_contents
 from trainer.storage.run_folder import RunFolder
 from trainer.storage.writing import WriteError, writing
+from trainer.tracking.timing import PhaseTimer
 from trainer.tracking.tracking import MetricsFile, SafeTracker, make_tracker
 from trainer.warm_start import warm_started_tiny
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class PhaseTimer:
-    """Seconds per phase, of the current step and of the whole run."""
-
-    step: dict[str, float] = field(default_factory=dict)
-    total: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            spent = time.perf_counter() - began
-            for seconds in (self.step, self.total):
-                seconds[name] = seconds.get(name, 0.0) + spent
 
 
 @dataclass
@@ -64,29 +46,28 @@ class Run:
     config: TrainerConfig
     folder: RunFolder
     task: Task
-    reward: RewardFunction
-    stream: RowStream
     contents: dict[str, str]
     """Digests of what the run depends on besides its keys."""
     prompts: dict[str, Tensor]
     """Ids of all rows' prompts, as a checkpoint keeps them."""
-    sampling: SamplingParams
-    engine: RolloutEngine
     tokenizer: PreTrainedTokenizerBase
-    policy: PreTrainedModel
-    """Training view of engine.module."""
-    reference: PreTrainedModel | None
-    """Training view of the initial weights, a second copy; only with a KL term."""
-    optimizer: MasterAdamW
+    trainer: Trainer
     start_step: int
     memory: MemoryWatch
     metrics_file: MetricsFile
     tracker: SafeTracker
-    timer: PhaseTimer
-    whole_step: int | None = None
-    """Steps that are there as a whole, weights and line in metrics.jsonl; None in between."""
+    whole_steps: int = 0
+    """Steps that are there as a whole, weights and line in metrics.jsonl."""
     saved_step: int | None = None
     """Steps in the last checkpoint that this process wrote."""
+
+    @property
+    def engine(self) -> RolloutEngine:
+        return self.trainer.engine
+
+    @property
+    def timer(self) -> PhaseTimer:
+        return self.trainer.timer
 
     @property
     def run_dir(self) -> Path:
@@ -94,7 +75,7 @@ class Run:
 
     def close(self, exit_code: int = 0) -> None:
         """exit_code: what the process will end with; the dashboard is told if that is not 0."""
-        self.optimizer.close()
+        self.trainer.optimizer.close()
         self.engine.close()
         if exit_code:
             self.tracker.fail(exit_code)
@@ -175,25 +156,20 @@ def _prepare(config: TrainerConfig, folder: RunFolder) -> Run:
     logger.info("%s", ledger.render())
     folder.set_metrics_aside(found, start)
     values = _save_config(config, folder.path / "config.yaml")
+    view = None if reference is None else _frozen_view(engine, reference)
+    rows = RowStream(task.train_rows, config.seed)
     return Run(
         config=config,
         folder=folder,
         task=task,
-        reward=reward,
         contents=contents | in_directory,
         prompts=kept_prompts(task),
-        stream=RowStream(task.train_rows, config.seed),
-        sampling=sampling_params(config),
-        engine=engine,
         tokenizer=tokenizer,
-        policy=engine.training_view(gradient_checkpointing=config.model.gradient_checkpointing),
-        reference=None if reference is None else _frozen_view(engine, reference),
-        optimizer=optimizer,
+        trainer=Trainer(config, engine, optimizer, rows, reward, reference=view, timer=timer),
         start_step=start,
         memory=MemoryWatch(ledger, device),
         metrics_file=MetricsFile(folder.path / "metrics.jsonl", start),
         tracker=make_tracker(config.tracking, folder.path, config.name, values if start < config.steps else None),
-        timer=timer,
     )
 
 

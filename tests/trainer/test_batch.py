@@ -8,7 +8,7 @@ from rollout import Rollout, RolloutEngine, RolloutGroup, SamplingParams
 from rollout.forward.scoring import score_tokens
 from rollout.model.kv_cache import LayerGroup
 from rollout.model.views import training_view
-from trainer.algorithm.batch import TrainingBatch, micro_batches
+from trainer.algorithm.batch import StepTotals, TrainingBatch, micro_batches
 
 
 def _group(prompt: list[int], completions: list[list[int]]) -> RolloutGroup:
@@ -131,3 +131,16 @@ def test_a_user_s_default_dtype_takes_no_digits() -> None:
     assert batch.rollout_logprobs.dtype == batch.advantages.dtype == torch.float32
     assert batch.rollout_logprobs.equal(torch.full((2,), -0.123456789))
     assert batch.advantages.equal(given[0])
+
+
+@pytest.mark.parametrize("max_tokens", [10_000, 12])
+def test_every_token_knows_its_rollout_however_the_step_is_split(max_tokens: int) -> None:
+    groups = _groups(LENGTHS)
+    batches = _batches(tiny_models.shared_model("qwen3"), groups, max_tokens)
+    assert (len(batches) > 1) is (max_tokens == 12)
+    ids = torch.cat([batch.rollout_ids for batch in batches])
+    sizes = [size for _, *group in LENGTHS for size in group]
+    assert ids.tolist() == [i for i, size in enumerate(sizes) for _ in range(size)]
+    # in _batches a rollout's advantage is its place in the step
+    assert torch.equal(ids.float(), torch.cat([batch.advantages for batch in batches]))
+    assert StepTotals.of(groups) == StepTotals(num_tokens=sum(sizes), num_rollouts=len(sizes))

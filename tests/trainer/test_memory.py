@@ -26,7 +26,7 @@ from rollout.memory.ledger import GIB, MIB, show_bytes
 from rollout_kernels.native import supports
 from trainer.__main__ import CONFIG_DIRECTORY, run_training
 from trainer.config import ConfigError, OptimConfig, TrainerConfig, parse_config
-from trainer.loop import _update, train
+from trainer.loop import train
 from trainer.memory import StepShape, step_shape
 from trainer.optimizer import MasterAdamW
 from trainer.run import Run, prepare
@@ -129,9 +129,9 @@ def test_an_update_takes_what_the_ledger_says(
     shape = ["sampling.max_new_tokens=60", "sampling.ignore_eos=true"]
     shape += [f"algorithm.micro_batch_tokens={micro_batch_tokens}"]
     run = prepare(configure(tmp_path, *shape, *overrides, dtype=dtype, prompt=40, **sizes))
-    groups = run.engine.generate_rollouts([row.prompt for row in run.stream.take(0, 4)], 4, run.sampling)
+    groups = run.engine.generate_rollouts([row.prompt for row in run.trainer.rows.take(0, 4)], 4, run.trainer.sampling)
     advantages = torch.tensor([[1.0, -1.0, 0.5, -0.5]] * 4)
-    peak = tiny_models.allocated_peak(lambda: _update(run, groups, advantages, 0))
+    peak = tiny_models.allocated_peak(lambda: run.trainer.update(groups, advantages, 0))
     run.close()
     rows = rows_of(run)
     least = 0.95 if supports(run.engine.device, dtype) else 0.94
