@@ -93,7 +93,7 @@ def _record(run: Run, result: StepResult, step: int, progress: Progress) -> None
         {"step": step, "prompt": str(row.prompt), "completion": group.rollouts[0].text, "reward": values[0]}
         for row, group, values in zip(result.rows, result.groups, result.rewards.tolist(), strict=True)
     ]
-    run.tracker.log_completions(samples[: config.tracking.completions], step)
+    run.tracker.log_completions(samples, step)
     logger.info(progress.line(metrics, step))
     if step == run.start_step + 1:
         logger.info(run.memory.report())

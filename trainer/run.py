@@ -19,7 +19,7 @@ from rollout.model.files import find_directory
 from rollout.model.loading import check_directory, load_model, load_tokenizer, read_config
 from rollout.model.views import training_view
 from rollout_kernels.native import identity
-from trainer.config import ConfigError, TrainerConfig, trajectory_keys
+from trainer.config import ConfigError, HFModelConfig, TinyModelConfig, TrainerConfig, trajectory_keys
 from trainer.config.limits import check_device, check_limits
 from trainer.data.rendering import kept_prompts, render_rows, restore_prompts
 from trainer.data.rows import Row, RowStream
@@ -135,7 +135,7 @@ def _prepare(config: TrainerConfig, folder: RunFolder) -> Run:
         described, tokenizer = _described(config)
         in_directory = _directory_contents(config, tokenizer)
         changed |= check_contents(config, began, in_directory)
-        task = _rendered(config, task, tokenizer, described.vocab_size, found, changed)
+        task = _rendered(task, tokenizer, described.vocab_size, found, changed)
         lengths = {"train": _lengths(task.train_rows), "eval": _lengths(task.eval_rows)}
         check_limits(config, described, device, lengths["train"], lengths["eval"])
         directory = _model_directory(config, task, timer)
@@ -182,11 +182,10 @@ def _save_config(config: TrainerConfig, path: Path) -> dict[str, Any]:
 
 def _described(config: TrainerConfig) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
     """Config and tokenizer of the model, without its weights."""
-    if config.model.kind == "tiny":
+    if not isinstance(config.model, HFModelConfig):
         described = tiny_config()
         described.dtype = torch.float32
         return described, tiny_tokenizer()
-    assert config.model.path is not None
     try:
         directory = check_directory(config.model.path)
     except RolloutError as error:
@@ -195,9 +194,9 @@ def _described(config: TrainerConfig) -> tuple[PretrainedConfig, PreTrainedToken
 
 
 def _model_directory(config: TrainerConfig, task: Task, timer: PhaseTimer) -> Path:
-    if config.model.kind == "hf":
-        assert config.model.path is not None
+    if isinstance(config.model, HFModelConfig):
         return find_directory(config.model.path)
+    assert isinstance(config.model, TinyModelConfig)
     with timer.phase("warm_start"):
         return warm_started_tiny(config.model, config.task, task, config.seed)
 
@@ -215,11 +214,12 @@ def _clean_generation_config(module: PreTrainedModel) -> None:
 
 def _directory_contents(config: TrainerConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     """Digests of the model that a run begins with, where that is a directory of the user's."""
-    return {} if config.model.path is None else model_contents(find_directory(config.model.path), tokenizer)
+    if not isinstance(config.model, HFModelConfig):
+        return {}
+    return model_contents(find_directory(config.model.path), tokenizer)
 
 
 def _rendered(
-    config: TrainerConfig,
     task: Task,
     tokenizer: PreTrainedTokenizerBase,
     vocab_size: int,
@@ -232,7 +232,7 @@ def _rendered(
 
     def rows(given: list[Row], kind: str, name: str) -> list[Row]:
         if kept is None or changed & {name, "tokenizer", "chat template"}:
-            return render_rows(given, tokenizer, vocab_size, kind, config.task.chat_template_kwargs)
+            return render_rows(given, tokenizer, vocab_size, kind, task.chat_template_kwargs)
         return restore_prompts(given, kept, kind)
 
     return replace(
