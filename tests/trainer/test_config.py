@@ -11,13 +11,13 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from rollout import RolloutConfig, SamplingParams
-from trainer.config import ConfigError, SamplingConfig, TrainerConfig, parse_config, trajectory_keys
+from trainer.config import ConfigError, SamplingConfig, TinyModelConfig, TrainerConfig, parse_config, trajectory_keys
 from trainer.config.names import as_typed
 from trainer.config.schema import OPTIONS
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 FILES = sorted(CONF.rglob("*.yaml"))
-OPTION_FILES = [path for path in FILES if path.parent not in (CONF, CONF / "experiment")]
+OPTION_FILES = [path for path in FILES if path.parent not in (CONF, CONF / "experiment", CONF / "experiment_model")]
 NEEDED = {"model=hf": "model.path=DIR", "task=jsonl": "task.path=FILE", "reward=custom": "reward.path=module:function"}
 """What an option of a group may need beside itself."""
 
@@ -92,6 +92,13 @@ def test_every_experiment_arrives_as_its_file_says(path: Path) -> None:
     given = _leaves({k: v for k, v in yaml.safe_load(path.read_text()).items() if k != "defaults"})
     config = _parse(_name(path))
     assert {key: _get(config, key) for key in given} == given
+
+
+def test_smoke_sets_no_key_that_its_model_has_not() -> None:
+    assert _parse("experiment=smoke").model == TinyModelConfig(
+        warm_start_steps=20, warm_start_batch_size=64, warm_start_lr=2e-3
+    )
+    assert _parse("experiment=smoke", "model=hf", "model.path=D").steps == 3
 
 
 def test_default_options_and_top_level_keys() -> None:
