@@ -8,10 +8,22 @@ import torch
 from transformers import PreTrainedModel
 
 from rollout import RolloutEngine
-from rollout.memory.device import device_bytes, peak_bytes, reset_peak, trim, used_bytes
-from rollout.memory.estimate import TrainingPeak, rollout_peak, score_and_backward, training_peak, widest_pack
-from rollout.memory.ledger import Ledger, LedgerRow, show_bytes
-from rollout.model.loading import longest_sequence
+from rollout.memory import (
+    Ledger,
+    LedgerRow,
+    TrainingPeak,
+    device_bytes,
+    peak_bytes,
+    reset_peak,
+    rollout_peak,
+    score_and_backward,
+    show_bytes,
+    training_peak,
+    trim,
+    used_bytes,
+    widest_pack,
+)
+from rollout.model import longest_sequence
 from trainer.config import ConfigError, TrainerConfig, sampling_params
 from trainer.optimizer import MasterAdamW, OptimizerBytes
 

@@ -11,12 +11,20 @@ import torch
 from transformers import PretrainedConfig
 
 from rollout import RolloutConfig, RolloutError, SamplingParams
-from rollout.memory.device import device_bytes, pool_size
-from rollout.memory.estimate import TrainingPeak, rollout_peak, score_and_backward, skeleton, training_peak, widest_pack
-from rollout.memory.ledger import Ledger, parse_bytes, show_bytes
-from rollout.model import loading
-from rollout.model.kv_cache import LayerGroup
-from rollout.model.loading import default_dtype, longest_sequence, resolve_device
+from rollout.memory import (
+    Ledger,
+    TrainingPeak,
+    device_bytes,
+    parse_bytes,
+    pool_size,
+    rollout_peak,
+    score_and_backward,
+    show_bytes,
+    skeleton,
+    training_peak,
+    widest_pack,
+)
+from rollout.model import LayerGroup, default_dtype, longest_sequence, model_shapes, read_config, resolve_device
 from trainer.memory import build_ledger
 from trainer.optimizer import MasterAdamW, OptimizerBytes
 
@@ -80,14 +88,14 @@ def _convert(name: str, value: str, kind: object) -> object:
     return number
 
 
-def read_config(path: str) -> PretrainedConfig:
+def find_config(path: str) -> PretrainedConfig:
     """A model's configuration from its directory, or from a JSON file."""
     found = Path(path).expanduser()
     if not (found / "config.json").is_file() and not found.is_file():
         raise RolloutError(f"model={path}: neither a directory with a config.json nor such a file")
     try:
-        config = loading.read_config(found)
-        loading.model_shapes(config, found)
+        config = read_config(found)
+        model_shapes(config, found)
     except RolloutError as error:
         raise RolloutError(f"model={path}: not a model's configuration: {error}") from error
     return config
@@ -119,7 +127,7 @@ def rollouts_that_fit(num_blocks: int, block_size: int, prompt: int, context: in
 
 def make_plan(options: PlanOptions) -> Plan:
     """Work out a plan. Raises RolloutError if an option cannot be used, or if not one KV block fits."""
-    model_config = read_config(options.model)
+    model_config = find_config(options.model)
     device = torch.device("cuda") if options.gpu else resolve_device("auto")
     total = parse_bytes(options.gpu) if options.gpu else device_bytes(device)
     config = RolloutConfig(

@@ -13,11 +13,17 @@ from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from rollout import RolloutEngine, RolloutError
-from rollout.memory.device import sized_for
-from rollout.model.builtin import tiny_config, tiny_tokenizer
-from rollout.model.files import find_directory
-from rollout.model.loading import check_directory, load_model, load_tokenizer, read_config
-from rollout.model.views import training_view
+from rollout.memory import sized_for
+from rollout.model import (
+    check_directory,
+    find_directory,
+    load_model,
+    load_tokenizer,
+    read_config,
+    tiny_config,
+    tiny_tokenizer,
+    training_view,
+)
 from rollout_kernels.native import identity
 from trainer.config import ConfigError, HFModelConfig, TinyModelConfig, TrainerConfig, trajectory_keys
 from trainer.config.limits import check_device, check_limits

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rollout import ExactnessError, RolloutEngine, RolloutError, RolloutGroup
-from rollout.forward.scoring import TokenScores, score_tokens
+from rollout.forward import TokenScores, score_tokens
 from trainer.algorithm.advantages import group_advantages
 from trainer.algorithm.batch import StepTotals, TrainingBatch, micro_batches
 from trainer.algorithm.losses import LossFunction, PolicyLoss, policy_loss

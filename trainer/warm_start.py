@@ -17,13 +17,18 @@ import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rollout import RolloutError, SamplingParams
-from rollout.engine.prompts import encode_prompt
-from rollout.forward.packing import build_pack
-from rollout.forward.scoring import score_tokens
-from rollout.manifest import find_damage, flush, flush_directory, write_manifest
-from rollout.model.builtin import build_tiny, tiny_config
-from rollout.model.kv_cache import LayerGroup
-from rollout.model.views import training_view
+from rollout.engine import encode_prompt
+from rollout.forward import build_pack, score_tokens
+from rollout.model import (
+    LayerGroup,
+    build_tiny,
+    find_damage,
+    flush,
+    flush_directory,
+    tiny_config,
+    training_view,
+    write_manifest,
+)
 from rollout_kernels.cache import cache_directory
 from rollout_kernels.native import identity
 from trainer.config import OptimConfig, TaskConfig, TinyModelConfig

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from rollout import RolloutGroup
-from rollout.forward.packing import Pack, build_pack
-from rollout.model.kv_cache import LayerGroup
+from rollout.forward import Pack, build_pack
+from rollout.model import LayerGroup
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rollout.manifest import NAME as MANIFEST
-from rollout.manifest import find_damage, write_manifest
-from rollout.manifest import flush as _flush
-from rollout.manifest import flush_directory as _flush_directory
+from rollout.model import MANIFEST, find_damage, write_manifest
+from rollout.model import flush as _flush
+from rollout.model import flush_directory as _flush_directory
 from trainer.config import ConfigError
 from trainer.config.schema import options_with
 from trainer.optimizer import MasterAdamW, check_tensors
