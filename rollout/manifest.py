@@ -8,7 +8,7 @@ import json
 import os
 from pathlib import Path
 
-NAME = "files.json"
+MANIFEST = "files.json"
 
 
 def file_digest(path: Path) -> str:
@@ -24,7 +24,7 @@ def write_manifest(directory: Path) -> None:
         path.relative_to(directory).as_posix(): {"bytes": path.stat().st_size, "sha256": file_digest(path)}
         for path in files
     }
-    (directory / NAME).write_text(json.dumps(listed, indent=2))
+    (directory / MANIFEST).write_text(json.dumps(listed, indent=2))
 
 
 def find_damage(directory: Path) -> str | None:
@@ -33,14 +33,14 @@ def find_damage(directory: Path) -> str | None:
     Sizes are compared before anything is read. Files that are not listed may be there, but no weights.
     """
     try:
-        listed = json.loads((directory / NAME).read_text())
+        listed = json.loads((directory / MANIFEST).read_text())
         expected = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in listed.items()}
     except FileNotFoundError:
-        return f"{NAME} is missing"
+        return f"{MANIFEST} is missing"
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        return f"{NAME} cannot be read ({error})"
+        return f"{MANIFEST} cannot be read ({error})"
     if not expected:
-        return f"{NAME} lists nothing"
+        return f"{MANIFEST} lists nothing"
     for name, (size, _) in expected.items():
         path = directory / name
         if not path.is_file():

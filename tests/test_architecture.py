@@ -233,3 +233,50 @@ def test_one_file_asks_for_devices() -> None:
     """Beside the table of operations: what a device has of memory, and whether it is the one that the user named."""
     asking = {_where(path) for path in SOURCES if ASKS_FOR_A_DEVICE.search(path.read_text())}
     assert asking == {"kernels/rollout_kernels/ops.py", "rollout/memory/device.py", "rollout/model/loading.py"}
+
+
+# -- what the trainer sees of the engine --------------------------------------------------------------------------
+
+EXPORTING = ("rollout", "rollout.engine", "rollout.forward", "rollout.memory", "rollout.model")
+
+
+def _exported(package: str) -> set[str]:
+    """The package's `__all__`, as written."""
+    tree = ast.parse((ROOT / package.replace(".", "/") / "__init__.py").read_text())
+    (names,) = (
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "__all__"
+    )
+    return set(ast.literal_eval(names))
+
+
+def test_the_trainer_imports_only_what_the_engine_exports() -> None:
+    exported = {package: _exported(package) for package in EXPORTING}
+    private = []
+    for path in sorted(PACKAGES["trainer"].rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                taken = [(alias.name, "") for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                taken = [(node.module or "", alias.name) for alias in node.names]
+            else:
+                continue
+            ours = [(home, name) for home, name in taken if home.split(".")[0] == "rollout"]
+            private += [f"{_where(path)}: {home} {name}" for home, name in ours if name not in exported.get(home, ())]
+    assert private == []
+
+
+@pytest.mark.parametrize("package", EXPORTING)
+def test_exported_names_are_there_once(package: str) -> None:
+    module = importlib.import_module(package)
+    assert len(set(module.__all__)) == len(module.__all__)
+    for name in module.__all__:
+        assert getattr(module, name) is not None
+    with pytest.raises(AttributeError, match=f"^module '{package}' has no attribute 'nosuch'$"):
+        module.nosuch  # noqa: B018
+
+
+def test_a_configuration_is_read_without_torch() -> None:
+    code = "import sys; sys.modules['torch'] = sys.modules['transformers'] = None; import trainer.config"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -25,8 +25,6 @@ from backends import has_kernels
 from bench_report import Workload
 from rollout import Rollout, RolloutGroup
 from rollout.model.views import training_view
-from trainer.config import AlgorithmConfig, OptimConfig
-from trainer.optimizer import MasterAdamW
 
 SCRIPTS = Path(bench_report.__file__).parent
 LAYERS, KV_HEADS, HEADS, HEAD_DIM = 2, 2, 4, 32  # of random_model("qwen3")
@@ -221,18 +219,17 @@ def test_step_by_phase(run: Run, dtype: str, exact: str) -> None:
 def test_a_step_moves_the_weights_once(directory: Path) -> None:
     workload = Workload(directory, 2, 4, 9, (8,))
     with bench_report.open_engine(workload, {}) as engine:
-        optimizer = MasterAdamW(engine.module.named_parameters(), OptimConfig(lr=1e-2))
-        trainer = bench_step.Trainer(engine, engine.training_view(), optimizer, workload, 4096, AlgorithmConfig())
-        trainer.verify()
+        trainer = bench_step.make_trainer(engine, workload, 4096, lr=1e-2)
+        bench_step.verify(trainer, workload)
         before = engine.module.get_output_embeddings().weight.detach().clone()
         trainer.step(1)
-        assert engine.policy_version == 1
+        assert engine.policy_version == 2
         assert not torch.equal(before, engine.module.get_output_embeddings().weight)
         other = tiny_models.random_model("qwen3", seed=1, vocab_size=tiny_models.TEXT_VOCAB)
         trainer.policy = training_view(other, exact=engine.exact, gradient_checkpointing=False)
         with pytest.raises(SystemExit, match="verification failed: the trainer's log-probs"):
-            trainer.verify()
-        optimizer.close()
+            bench_step.verify(trainer, workload)
+        trainer.optimizer.close()
 
 
 # -- the profile --------------------------------------------------------------------------------------------------

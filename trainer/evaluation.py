@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 from rollout import RolloutEngine, SamplingParams
-from rollout.forward.sampler import EVAL
+from rollout.forward import EVAL
 from trainer.data.rows import Row
 from trainer.data.tasks import RewardFunction
 from trainer.rewards.rewards import score

@@ -8,15 +8,30 @@ import torch
 from transformers import PreTrainedModel
 
 from rollout import RolloutEngine
-from rollout.memory.device import device_bytes, in_process, peak_bytes, reset_peak, trim, used_bytes
-from rollout.memory.estimate import rollout_peak, score_and_backward, training_peak, widest_pack
-from rollout.memory.ledger import Ledger, TrainingBytes, build_ledger, show_bytes
-from rollout.model.loading import longest_sequence
+from rollout.memory import (
+    Ledger,
+    LedgerRow,
+    TrainingPeak,
+    device_bytes,
+    in_process,
+    peak_bytes,
+    reset_peak,
+    rollout_peak,
+    score_and_backward,
+    show_bytes,
+    training_peak,
+    trim,
+    used_bytes,
+    widest_pack,
+)
+from rollout.model import longest_sequence
 from trainer.config import ConfigError, TrainerConfig, sampling_params
-from trainer.optimizer import MasterAdamW
+from trainer.optimizer import MasterAdamW, OptimizerBytes
 
 _HEAP_HOLES = 0.3
 """What the C library's heap keeps beside a step's tensors, as a share of them: 15 to 40 % were seen after steps."""
+
+_NO_TRAINING, _NO_OPTIMIZER = TrainingPeak(), OptimizerBytes()
 
 
 @dataclass(frozen=True)
@@ -42,6 +57,40 @@ def step_shape(config: TrainerConfig, model: PreTrainedModel, lengths: Sequence[
     return StepShape(prompt, shortest, min(new, limit - shortest), max(num_rollouts, evaluated))
 
 
+def build_ledger(
+    *,
+    weights: int,
+    pool: int,
+    rollout_activations: int,
+    capacity: int,
+    training: TrainingPeak = _NO_TRAINING,
+    optimizer: OptimizerBytes = _NO_OPTIMIZER,
+    reference: int = 0,
+    process: int = 0,
+    heap_holes: float = 0.0,
+) -> Ledger:
+    """The ledger of a colocated trainer and generator, in bytes; without an optimizer, of a generator alone.
+
+    reference: a frozen copy of the weights. process: on a CPU, what interpreter and libraries hold, which shares the
+    machine's memory with the tensors. heap_holes: what the allocator keeps beside what comes and goes, as a share.
+    """
+    rows = [
+        LedgerRow.resident("weights", weights),
+        LedgerRow.resident("reference weights", reference),
+        LedgerRow.resident("fp32 masters", optimizer.masters),
+        LedgerRow.resident("optimizer moments", optimizer.moments),
+        LedgerRow("fp32 gradients", 0, training.gradients),
+        LedgerRow("activations and logits", rollout_activations, training.activations),
+        LedgerRow.resident("KV pool", pool),
+        LedgerRow.resident("state slots", 0),
+        LedgerRow.resident("process", process),
+    ]
+    if heap_holes:
+        passing = training.gradients + training.activations
+        rows.append(LedgerRow("heap holes", int(heap_holes * rollout_activations), int(heap_holes * passing)))
+    return Ledger(rows, capacity)
+
+
 def plan_memory(
     config: TrainerConfig,
     engine: RolloutEngine,
@@ -51,12 +100,15 @@ def plan_memory(
 ) -> Ledger:
     """The run's ledger, before its first step. Raises ConfigError if it does not fit, with the missing bytes."""
     weights = sum(p.nbytes for p in engine.module.parameters())
+    kept = optimizer.bytes_for(engine.module.parameters())
     trim()  # what loading and a warm start have freed
     copies = weights if reference is not None else 0
     pool = engine.stats().pool_bytes
-    held = weights + copies + pool + optimizer.master_bytes + optimizer.moment_bytes
+    held = weights + copies + pool + kept.masters + kept.moments
     ledger = build_ledger(
         weights=weights,
+        reference=copies,
+        optimizer=kept,
         pool=pool,
         rollout_activations=rollout_peak(
             engine.module.config,
@@ -70,7 +122,7 @@ def plan_memory(
             exact=engine.exact,
             device=engine.device,
         ),
-        training=_training_bytes(config, engine, optimizer, shape, copies),
+        training=_training_peak(config, engine, shape, reference is not None),
         capacity=device_bytes(engine.device),
         process=max(0, used_bytes(engine.device) - held) if in_process(engine.device) else 0,
         heap_holes=_HEAP_HOLES if in_process(engine.device) else 0.0,
@@ -83,9 +135,7 @@ def plan_memory(
     return ledger
 
 
-def _training_bytes(
-    config: TrainerConfig, engine: RolloutEngine, optimizer: MasterAdamW, shape: StepShape, reference: int
-) -> TrainingBytes:
+def _training_peak(config: TrainerConfig, engine: RolloutEngine, shape: StepShape, reference: bool) -> TrainingPeak:
     algorithm = config.algorithm
 
     def step_tokens(prompt: int) -> int:
@@ -103,17 +153,16 @@ def _training_bytes(
         exact=engine.exact,
     )
 
-    peak = training_peak(
+    return training_peak(
         engine.module.config,
         engine.dtype,
         pack,
-        partial(score_and_backward, sampling=sampling_params(config), reference=reference > 0),
+        partial(score_and_backward, sampling=sampling_params(config), reference=reference),
         exact=engine.exact,
         gradient_checkpointing=config.model.gradient_checkpointing,
         accumulated=step_tokens(shape.prompt) > algorithm.micro_batch_tokens,
         device=engine.device,
     )
-    return TrainingBytes(optimizer.master_bytes, optimizer.moment_bytes, peak.gradients, peak.activations, reference)
 
 
 class MemoryWatch:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,14 @@ def check_tensors(expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) -
             raise ConfigError(f"{name} has shape {tuple(tensor.shape)}, and not {tuple(wanted.shape)}")
         if tensor.dtype != wanted.dtype:
             raise ConfigError(f"{name} is {tensor.dtype}, and not {wanted.dtype}")
+
+
+@dataclass(frozen=True)
+class OptimizerBytes:
+    """What an optimizer keeps beside the weights, from its making on, in bytes."""
+
+    masters: int = 0
+    moments: int = 0
 
 
 class MasterAdamW:
@@ -107,15 +116,15 @@ class MasterAdamW:
             if parameter.dtype != torch.float32:
                 parameter.copy_(self.masters[name])
 
-    @property
-    def master_bytes(self) -> int:
-        """Bytes of the masters that are not the parameters themselves."""
-        return sum(m.nbytes for name, m in self.masters.items() if self.parameters[name].dtype != torch.float32)
+    @staticmethod
+    def bytes_for(parameters: Iterable[nn.Parameter]) -> OptimizerBytes:
+        """What it keeps of such parameters, on the meta device too: two fp32 moments, masters where they are no fp32.
 
-    @property
-    def moment_bytes(self) -> int:
-        """Bytes of both moments."""
-        return sum(2 * m.nbytes for m in self.masters.values())
+        Gradients, which come and go with every step, are fp32 as well.
+        """
+        trained = [p for p in parameters if p.requires_grad]
+        masters = sum(4 * p.numel() for p in trained if p.dtype != torch.float32)
+        return OptimizerBytes(masters, sum(2 * 4 * p.numel() for p in trained))
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Everything a resumed run needs, flat: moments and step counts, and masters that are not the parameters."""

@@ -2,10 +2,8 @@
 
 import dataclasses
 import logging
-import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,46 +12,36 @@ from omegaconf import OmegaConf
 from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from rollout import RolloutEngine, RolloutError, SamplingParams
-from rollout.memory.device import sized_for
-from rollout.model.builtin import tiny_config, tiny_tokenizer
-from rollout.model.files import find_directory
-from rollout.model.loading import check_directory, load_model, load_tokenizer, read_config
-from rollout.model.views import training_view
-from trainer.config import ConfigError, TrainerConfig, sampling_params, trajectory_keys
+from rollout import RolloutEngine, RolloutError
+from rollout.memory import sized_for
+from rollout.model import (
+    check_directory,
+    find_directory,
+    load_model,
+    load_tokenizer,
+    read_config,
+    tiny_config,
+    tiny_tokenizer,
+    training_view,
+)
+from trainer.config import ConfigError, HFModelConfig, TinyModelConfig, TrainerConfig, trajectory_keys
 from trainer.config.limits import check_device, check_limits
 from trainer.data.rendering import kept_prompts, render_rows, restore_prompts
 from trainer.data.rows import Row, RowStream
-from trainer.data.tasks import RewardFunction, Task, make_task
+from trainer.data.tasks import Task, make_task
 from trainer.memory import MemoryWatch, plan_memory, step_shape
 from trainer.optimizer import MasterAdamW
 from trainer.rewards.rewards import check_reward, make_reward
+from trainer.step import Trainer
 from trainer.storage import checkpoint
 from trainer.storage.digests import check_contents, model_contents, task_contents
 from trainer.storage.run_folder import RunFolder
 from trainer.storage.writing import WriteError, writing
+from trainer.tracking.timing import PhaseTimer
 from trainer.tracking.tracking import MetricsFile, SafeTracker, make_tracker
 from trainer.warm_start import warm_started_tiny
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class PhaseTimer:
-    """Seconds per phase, of the current step and of the whole run."""
-
-    step: dict[str, float] = field(default_factory=dict)
-    total: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            spent = time.perf_counter() - began
-            for seconds in (self.step, self.total):
-                seconds[name] = seconds.get(name, 0.0) + spent
 
 
 @dataclass
@@ -63,29 +51,28 @@ class Run:
     config: TrainerConfig
     folder: RunFolder
     task: Task
-    reward: RewardFunction
-    stream: RowStream
     contents: dict[str, str]
     """Digests of what the run depends on besides its keys."""
     prompts: dict[str, Tensor]
     """Ids of all rows' prompts, as a checkpoint keeps them."""
-    sampling: SamplingParams
-    engine: RolloutEngine
     tokenizer: PreTrainedTokenizerBase
-    policy: PreTrainedModel
-    """Training view of engine.module."""
-    reference: PreTrainedModel | None
-    """Training view of the initial weights, a second copy; only with a KL term."""
-    optimizer: MasterAdamW
+    trainer: Trainer
     start_step: int
     memory: MemoryWatch
     metrics_file: MetricsFile
     tracker: SafeTracker
-    timer: PhaseTimer
-    whole_step: int | None = None
-    """Steps that are there as a whole, weights and line in metrics.jsonl; None in between."""
+    whole_steps: int = 0
+    """Steps that are there as a whole, weights and line in metrics.jsonl."""
     saved_step: int | None = None
     """Steps in the last checkpoint that this process wrote."""
+
+    @property
+    def engine(self) -> RolloutEngine:
+        return self.trainer.engine
+
+    @property
+    def timer(self) -> PhaseTimer:
+        return self.trainer.timer
 
     @property
     def run_dir(self) -> Path:
@@ -93,7 +80,7 @@ class Run:
 
     def close(self, exit_code: int = 0) -> None:
         """exit_code: what the process will end with; the dashboard is told if that is not 0."""
-        self.optimizer.close()
+        self.trainer.optimizer.close()
         self.engine.close()
         if exit_code:
             self.tracker.fail(exit_code)
@@ -148,7 +135,7 @@ def _prepare(config: TrainerConfig, folder: RunFolder) -> Run:
         described, tokenizer = _described(config)
         in_directory = _directory_contents(config, tokenizer)
         changed |= check_contents(config, began, in_directory)
-        task = _rendered(config, task, tokenizer, described.vocab_size, found, changed)
+        task = _rendered(task, tokenizer, described.vocab_size, found, changed)
         lengths = {"train": _lengths(task.train_rows), "eval": _lengths(task.eval_rows)}
         check_limits(config, described, device, lengths["train"], lengths["eval"])
         directory = _model_directory(config, task, timer)
@@ -171,25 +158,20 @@ def _prepare(config: TrainerConfig, folder: RunFolder) -> Run:
     logger.info("%s", ledger.render())
     folder.set_metrics_aside(found, start)
     values = _save_config(config, folder.path / "config.yaml")
+    view = None if reference is None else _frozen_view(engine, reference)
+    rows = RowStream(task.train_rows, config.seed)
     return Run(
         config=config,
         folder=folder,
         task=task,
-        reward=reward,
         contents=contents | in_directory,
         prompts=kept_prompts(task),
-        stream=RowStream(task.train_rows, config.seed),
-        sampling=sampling_params(config),
-        engine=engine,
         tokenizer=tokenizer,
-        policy=engine.training_view(gradient_checkpointing=config.model.gradient_checkpointing),
-        reference=None if reference is None else _frozen_view(engine, reference),
-        optimizer=optimizer,
+        trainer=Trainer(config, engine, optimizer, rows, reward, reference=view, timer=timer),
         start_step=start,
         memory=MemoryWatch(ledger, device),
         metrics_file=MetricsFile(folder.path / "metrics.jsonl", start),
         tracker=make_tracker(config.tracking, folder.path, config.name, values if start < config.steps else None),
-        timer=timer,
     )
 
 
@@ -202,11 +184,10 @@ def _save_config(config: TrainerConfig, path: Path) -> dict[str, Any]:
 
 def _described(config: TrainerConfig) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
     """Config and tokenizer of the model, without its weights."""
-    if config.model.kind == "tiny":
+    if not isinstance(config.model, HFModelConfig):
         described = tiny_config()
         described.dtype = torch.float32
         return described, tiny_tokenizer()
-    assert config.model.path is not None
     try:
         directory = check_directory(config.model.path)
     except RolloutError as error:
@@ -215,9 +196,9 @@ def _described(config: TrainerConfig) -> tuple[PretrainedConfig, PreTrainedToken
 
 
 def _model_directory(config: TrainerConfig, task: Task, timer: PhaseTimer) -> Path:
-    if config.model.kind == "hf":
-        assert config.model.path is not None
+    if isinstance(config.model, HFModelConfig):
         return find_directory(config.model.path)
+    assert isinstance(config.model, TinyModelConfig)
     with timer.phase("warm_start"):
         return warm_started_tiny(config.model, config.task, task, config.seed)
 
@@ -235,11 +216,12 @@ def _clean_generation_config(module: PreTrainedModel) -> None:
 
 def _directory_contents(config: TrainerConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     """Digests of the model that a run begins with, where that is a directory of the user's."""
-    return {} if config.model.path is None else model_contents(find_directory(config.model.path), tokenizer)
+    if not isinstance(config.model, HFModelConfig):
+        return {}
+    return model_contents(find_directory(config.model.path), tokenizer)
 
 
 def _rendered(
-    config: TrainerConfig,
     task: Task,
     tokenizer: PreTrainedTokenizerBase,
     vocab_size: int,
@@ -252,7 +234,7 @@ def _rendered(
 
     def rows(given: list[Row], kind: str, name: str) -> list[Row]:
         if kept is None or changed & {name, "tokenizer", "chat template"}:
-            return render_rows(given, tokenizer, vocab_size, kind, config.task.chat_template_kwargs)
+            return render_rows(given, tokenizer, vocab_size, kind, task.chat_template_kwargs)
         return restore_prompts(given, kept, kind)
 
     return replace(

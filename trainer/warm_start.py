@@ -17,16 +17,21 @@ import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rollout import RolloutError, SamplingParams
-from rollout.engine.prompts import encode_prompt
-from rollout.forward.packing import build_pack
-from rollout.forward.scoring import score_tokens
-from rollout.manifest import find_damage, flush, flush_directory, write_manifest
-from rollout.model.builtin import build_tiny, tiny_config
-from rollout.model.kv_cache import LayerGroup
-from rollout.model.views import training_view
+from rollout.engine import encode_prompt
+from rollout.forward import build_pack, score_tokens
+from rollout.model import (
+    LayerGroup,
+    build_tiny,
+    find_damage,
+    flush,
+    flush_directory,
+    tiny_config,
+    training_view,
+    write_manifest,
+)
 from rollout_kernels.cache import cache_directory
 from rollout_kernels.ops import choose
-from trainer.config import ModelConfig, OptimConfig, TaskConfig
+from trainer.config import OptimConfig, TaskConfig, TinyModelConfig
 from trainer.data.rows import STYLE_PURPOSE, WARM_START_PURPOSE, Row, RowStream, uniforms
 from trainer.data.tasks import Task
 from trainer.optimizer import MasterAdamW, learning_rate
@@ -37,7 +42,7 @@ logger = logging.getLogger(__name__)
 _FORMAT_VERSION = 2
 
 
-def warm_started_tiny(model: ModelConfig, task_config: TaskConfig, task: Task, seed: int) -> Path:
+def warm_started_tiny(model: TinyModelConfig, task_config: TaskConfig, task: Task, seed: int) -> Path:
     """Directory of the tiny model after its warm start on `task`, if that has one; made now unless it is cached."""
     contents = {
         "format_version": _FORMAT_VERSION,
@@ -140,7 +145,7 @@ def _example(task: Task, row: Row, uniform: float) -> str:
 
 
 def imitate(
-    module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: ModelConfig, task: Task, seed: int
+    module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: TinyModelConfig, task: Task, seed: int
 ) -> None:
     """Maximise the likelihood of worked examples for config.warm_start_steps steps, in place."""
     assert task.worked_example is not None

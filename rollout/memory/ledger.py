@@ -1,4 +1,7 @@
-"""The memory ledger: every holder of memory, while rollouts are made and while the policy is trained."""
+"""The memory ledger: a row for every holder of memory, while rollouts are made and while the policy is trained.
+
+It knows the rows that it is given; whoever holds the memory says how much it is.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,6 +40,11 @@ class LedgerRow:
     name: str
     rollout: int
     training: int
+
+    @classmethod
+    def resident(cls, name: str, size: int) -> "LedgerRow":
+        """What stays: in both columns."""
+        return cls(name, size, size)
 
 
 @dataclass(frozen=True)
@@ -85,51 +93,3 @@ class Ledger:
         return (
             f"fits: {show_bytes(self.capacity - self.peak)} of {show_bytes(self.capacity)} are left at the {phase} peak"
         )
-
-
-@dataclass(frozen=True)
-class TrainingBytes:
-    """What training adds to the weights; all 0 for rollouts alone."""
-
-    masters: int = 0
-    moments: int = 0
-    gradients: int = 0
-    activations: int = 0
-    reference: int = 0
-    """A frozen copy of the weights."""
-
-
-def build_ledger(
-    *,
-    weights: int,
-    pool: int,
-    rollout_activations: int,
-    training: TrainingBytes,
-    capacity: int,
-    process: int = 0,
-    heap_holes: float = 0.0,
-) -> Ledger:
-    """The ledger of a colocated trainer and generator: what rests is in both columns.
-
-    process: on a CPU, what interpreter and libraries hold, which shares the machine's memory with the tensors.
-    heap_holes: what the allocator keeps beside what comes and goes, as a share of it.
-    """
-
-    def resident(name: str, size: int) -> LedgerRow:
-        return LedgerRow(name, size, size)
-
-    rows = [
-        resident("weights", weights),
-        resident("reference weights", training.reference),
-        resident("fp32 masters", training.masters),
-        resident("optimizer moments", training.moments),
-        LedgerRow("fp32 gradients", 0, training.gradients),
-        LedgerRow("activations and logits", rollout_activations, training.activations),
-        resident("KV pool", pool),
-        resident("state slots", 0),
-        resident("process", process),
-    ]
-    if heap_holes:
-        passing = training.gradients + training.activations
-        rows.append(LedgerRow("heap holes", int(heap_holes * rollout_activations), int(heap_holes * passing)))
-    return Ledger(rows, capacity)

@@ -15,7 +15,6 @@ from transformers.utils import logging as transformers_logging
 
 from rollout import RolloutError
 from rollout.model.loading import check_module, load_model, load_tokenizer, resolve_device
-from rollout.plan import main
 from tiny_models import (
     ARCHITECTURES,
     TEXT_VOCAB,
@@ -26,6 +25,7 @@ from tiny_models import (
     save_directory,
     small_engine,
 )
+from trainer.plan import main
 
 
 @pytest.fixture

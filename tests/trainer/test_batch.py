@@ -10,7 +10,7 @@ from rollout import Rollout, RolloutEngine, RolloutGroup, SamplingParams
 from rollout.forward.scoring import score_tokens
 from rollout.model.kv_cache import LayerGroup
 from rollout.model.views import training_view
-from trainer.algorithm.batch import TrainingBatch, micro_batches
+from trainer.algorithm.batch import StepTotals, TrainingBatch, micro_batches
 from trainer.algorithm.losses import policy_loss
 
 
@@ -71,13 +71,15 @@ def test_forced_tokens_are_attended_and_count_in_no_loss() -> None:
     (group,) = _groups([[6, 5, 3]])
     mask = [True, False, False, True, True]
     forced = replace(group.rollouts[0], loss_mask=mask)
-    (batch,) = _batches(model, [replace(group, rollouts=[forced, group.rollouts[1]])], 10_000)
+    masked = replace(group, rollouts=[forced, group.rollouts[1]])
+    (batch,) = _batches(model, [masked], 10_000)
     (plain,) = _batches(model, [group], 10_000)
     assert batch.loss_mask.tolist() == mask + [True] * 3
     assert plain.loss_mask.tolist() == [True] * 8
     assert all(torch.equal(getattr(batch.pack, name), getattr(plain.pack, name)) for name in ("ids", "targets"))
     logprobs = torch.full((8,), -1.0, requires_grad=True)
-    loss = policy_loss(logprobs, batch.rollout_logprobs, torch.ones(8), batch.loss_mask, 6, clip_low=0.2, clip_high=0.2)
+    rewarded, totals = replace(batch, advantages=torch.ones(8)), StepTotals.of([masked])
+    loss = policy_loss(logprobs, rewarded, totals, clip_low=0.2, clip_high=0.2)
     loss.loss.backward()
     assert loss.loss.item() == pytest.approx(-1.0)
     assert logprobs.grad is not None
@@ -153,3 +155,16 @@ def test_a_user_s_default_dtype_takes_no_digits() -> None:
     assert batch.rollout_logprobs.dtype == batch.advantages.dtype == torch.float32
     assert batch.rollout_logprobs.equal(torch.full((2,), -0.123456789))
     assert batch.advantages.equal(given[0])
+
+
+@pytest.mark.parametrize("max_tokens", [10_000, 12])
+def test_every_token_knows_its_rollout_however_the_step_is_split(max_tokens: int) -> None:
+    groups = _groups(LENGTHS)
+    batches = _batches(tiny_models.shared_model("qwen3"), groups, max_tokens)
+    assert (len(batches) > 1) is (max_tokens == 12)
+    ids = torch.cat([batch.rollout_ids for batch in batches])
+    sizes = [size for _, *group in LENGTHS for size in group]
+    assert ids.tolist() == [i for i, size in enumerate(sizes) for _ in range(size)]
+    # in _batches a rollout's advantage is its place in the step
+    assert torch.equal(ids.float(), torch.cat([batch.advantages for batch in batches]))
+    assert StepTotals.of(groups) == StepTotals(num_tokens=sum(sizes), num_rollouts=len(sizes))

@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 import yaml
 from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
 from rollout import RolloutConfig, SamplingParams
-from trainer.config import ConfigError, SamplingConfig, TrainerConfig, parse_config, trajectory_keys
+from trainer.config import ConfigError, SamplingConfig, TinyModelConfig, TrainerConfig, parse_config, trajectory_keys
+from trainer.config.names import as_typed
+from trainer.config.schema import OPTIONS
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 FILES = sorted(CONF.rglob("*.yaml"))
-OPTIONS = [path for path in FILES if path.parent not in (CONF, CONF / "experiment")]
+OPTION_FILES = [path for path in FILES if path.parent not in (CONF, CONF / "experiment", CONF / "experiment_model")]
 NEEDED = {"model=hf": "model.path=DIR", "task=jsonl": "task.path=FILE", "reward=custom": "reward.path=module:function"}
 """What an option of a group may need beside itself."""
 
@@ -45,7 +48,7 @@ def _get(config: TrainerConfig, key: str) -> Any:
 # -- what ships ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", OPTIONS, ids=_name)
+@pytest.mark.parametrize("path", OPTION_FILES, ids=_name)
 def test_every_option_arrives_as_its_file_says(path: Path) -> None:
     needed = [NEEDED[_name(path)]] if _name(path) in NEEDED else []
     config = _parse(_name(path), *needed)
@@ -53,10 +56,35 @@ def test_every_option_arrives_as_its_file_says(path: Path) -> None:
     assert {name: getattr(getattr(config, path.parent.name), name) for name in given} == given
 
 
-@pytest.mark.parametrize("path", OPTIONS, ids=_name)
-def test_every_option_has_all_keys_of_its_group(path: Path) -> None:
+@pytest.mark.parametrize("path", OPTION_FILES, ids=_name)
+def test_every_option_has_all_keys_of_its_schema_and_no_other(path: Path) -> None:
     group = next(f for f in dataclasses.fields(TrainerConfig) if f.name == path.parent.name)
-    assert set(yaml.safe_load(path.read_text())) == {f.name for f in dataclasses.fields(group.type)}
+    schema = OPTIONS.get(group.name, {}).get(path.stem, group.type)
+    assert set(yaml.safe_load(path.read_text())) == {f.name for f in dataclasses.fields(schema)}
+
+
+@pytest.mark.parametrize("group", OPTIONS)
+def test_an_option_has_a_schema_and_its_name_is_its_kind(group: str) -> None:
+    assert {path.stem for path in (CONF / group).glob("*.yaml")} == OPTIONS[group].keys()
+    assert {yaml.safe_load(path.read_text())["kind"] for path in (CONF / group).glob("*.yaml")} == OPTIONS[group].keys()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "own", "others"),
+    [
+        ([], {"model.warm_start_steps", "task.finished_fraction"}, {"model.path", "task.path", "reward.path"}),
+        (["model=hf", "model.path=D"], {"model.path"}, {"model.warm_start_steps", "model.warm_start_lr"}),
+        (["task=jsonl", "task.path=F"], {"task.path", "task.eval_path"}, {"task.finished_fraction"}),
+        (["reward=custom", "reward.path=F"], {"reward.path", "reward.shuffle"}, set()),
+        (["tracking=none"], {"tracking.kind"}, {"tracking.mode", "tracking.project", "tracking.completions"}),
+    ],
+)
+def test_no_option_carries_a_key_of_another(overrides: list[str], own: set[str], others: set[str]) -> None:
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+        composed = OmegaConf.to_container(compose("config", overrides))
+    for keys in (_leaves(composed), _leaves(dataclasses.asdict(_parse(*overrides)))):
+        assert own <= keys.keys()
+        assert not others & keys.keys()
 
 
 @pytest.mark.parametrize("path", sorted((CONF / "experiment").glob("*.yaml")), ids=_name)
@@ -64,6 +92,13 @@ def test_every_experiment_arrives_as_its_file_says(path: Path) -> None:
     given = _leaves({k: v for k, v in yaml.safe_load(path.read_text()).items() if k != "defaults"})
     config = _parse(_name(path))
     assert {key: _get(config, key) for key in given} == given
+
+
+def test_smoke_sets_no_key_that_its_model_has_not() -> None:
+    assert _parse("experiment=smoke").model == TinyModelConfig(
+        warm_start_steps=20, warm_start_batch_size=64, warm_start_lr=2e-3
+    )
+    assert _parse("experiment=smoke", "model=hf", "model.path=D").steps == 3
 
 
 def test_default_options_and_top_level_keys() -> None:
@@ -133,7 +168,7 @@ def test_every_value_is_explained_on_the_line_above(path: Path) -> None:
         ("name=null", "name: "),
         ("name='${nosuch}'", "name: "),
         ("reward.shuffle=maybe", "reward.shuffle: "),
-        ("model.path=[a]", "model.path: "),
+        ("task.eval_rows=[a]", "task.eval_rows: "),
         ("sampling.stop_token_ids=[1,a]", "sampling.stop_token_ids"),
         ("sampling.stop_token_ids=3", "sampling.stop_token_ids: "),
         ("rollout.block_size=abc", "rollout.block_size: "),
@@ -159,9 +194,9 @@ def test_every_value_is_explained_on_the_line_above(path: Path) -> None:
         ("rollout.num_blocks=0", "rollout.num_blocks=0: "),
         ("rollout.memory_fraction=nan", "rollout.memory_fraction=nan: "),
         ("rollout.max_num_seqs=4096", "rollout.max_num_batched_tokens=2048: must be at least max_num_seqs (4096)"),
-        ("model=hf", "model.path: "),
-        ("task=jsonl", "task.path: "),
-        ("reward=custom", "reward.path: "),
+        ("model=hf", "model.path: model=hf needs a directory, as in model.path=DIR"),
+        ("task=jsonl", "task.path: task=jsonl needs a file, as in task.path=FILE"),
+        ("reward=custom", "reward.path: reward=custom needs package.module:function or FILE.py:function"),
     ],
 )
 def test_bad_value_is_named_by_its_full_key(override: str, message: str) -> None:
@@ -225,7 +260,7 @@ def test_trajectory_keys_hold_what_decides_the_numbers() -> None:
     keys = trajectory_keys(_parse("optim.lr=3e-5", "seed=7", "rollout.exact=off", "task.eval_rows=9"))
     expected = {"optim.lr": 3e-5, "seed": 7, "rollout.exact": "off", "task.eval_rows": 9, "rollout.dtype": "auto"}
     expected |= {"algorithm.group_size": 8, "sampling.temperature": 1.0, "model.warm_start_steps": 330}
-    expected |= {"reward.kind": "task", "model.kind": "tiny", "rollout.max_model_len": None, "task.path": None}
+    expected |= {"reward.kind": "task", "model.kind": "tiny", "rollout.max_model_len": None, "task.path": "absent"}
     assert {key: keys.get(key, "absent") for key in expected} == expected
 
 
@@ -246,13 +281,32 @@ def test_number_of_steps_counts_only_if_the_schedule_depends_on_it(schedule: str
 
 
 @pytest.mark.parametrize(
-    ("override", "remedy"),
-    [("model.path=a", "model=hf"), ("task.eval_path=a", "task=jsonl"), ("'reward.path=a:b'", "reward=custom")],
+    ("overrides", "remedy"),
+    [
+        (["model.path=a"], "model=hf"),
+        (["model={path:a,gradient_checkpointing:true}"], "model=hf"),
+        (["+task.eval_path=a"], "task=jsonl"),
+        (["reward=numeric", "reward.path=a:b"], "reward=custom"),
+        (["tracking=none", "tracking.mode=online"], "tracking=wandb"),
+        (["model=hf", "model.path=a", "model.warm_start_steps=3"], "model=tiny"),
+        (["task=jsonl", "task.path=a", "++task.finished_fraction=1"], "task=arithmetic"),
+    ],
 )
-def test_a_path_that_nothing_would_read_is_refused(override: str, remedy: str) -> None:
-    override = override.strip("'")
-    with pytest.raises(ConfigError, match=rf"^{re.escape(override.split('=')[0])}=.*; add {remedy}$"):
-        _parse(override)
+def test_a_key_that_another_option_has_is_refused_by_that_one(overrides: list[str], remedy: str) -> None:
+    """On the command line too, where Hydra would only say that there is no such key."""
+    group = remedy.split("=")[0]
+    with pytest.raises(ConfigError, match=rf"^{group}\.\w+=.*: is for {remedy}, and {group} is \w+; add {remedy}$"):
+        _parse(*as_typed(overrides))
+
+
+def test_an_unset_kind_or_path_of_ones_own_file_is_named() -> None:
+    for group, key in (("model", "path"), ("task", "path"), ("reward", "path"), ("model", "kind")):
+        kind = {"model": "hf", "task": "jsonl", "reward": "custom"}[group]
+        raw = {"name": "a", "run_dir": "b", group: {"kind": kind} | {key: "???"}}
+        with pytest.raises(ConfigError, match=rf"^{group}\.{key}: "):
+            parse_config(raw)
+    with pytest.raises(ConfigError, match=r"^model\.path: model=hf needs a directory, as in model\.path=DIR$"):
+        _parse("model=hf", "model.path=''")
 
 
 def test_a_kl_term_over_part_of_the_vocabulary_is_refused() -> None:

@@ -22,7 +22,7 @@ STEPS = 6
 # a user's reward that also keeps the sampled tokens, and that kills the process at the moment KILL_AT names
 REWARD = """
 import json, os, signal
-import trainer.loop, trainer.tracking.tracking
+import trainer.loop, trainer.step
 from trainer.storage import checkpoint
 
 place, _, count = os.environ.get("KILL_AT", "never:0").partition(":")
@@ -43,7 +43,7 @@ def before(module, owner, name, place):
 before(checkpoint, checkpoint, "_flush", "flush")            # written, but not yet renamed
 before(checkpoint, checkpoint, "_flush_directory", "rename")
 before(trainer.loop, trainer.loop, "save_checkpoint", "save")                # its metrics line is there already
-before(trainer.loop, trainer.loop, "policy_loss", "loss")
+before(trainer.step, trainer.step.Trainer, "_forward", "loss")
 
 def lengths(completion_ids):
     passing("reward")

@@ -36,7 +36,6 @@ def _model(folder: Path) -> list[str]:
     return [
         "model=hf",
         f"model.path={directory}",
-        "model.warm_start_steps=0",
         "task=jsonl",
         "sampling.max_new_tokens=8",
     ]

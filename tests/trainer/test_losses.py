@@ -1,21 +1,47 @@
 """The policy loss and advantages against hand-worked numbers and an fp64 formula."""
 
 import math
+from collections.abc import Sequence
 from decimal import Decimal, localcontext
 
 import pytest
 import torch
 
 from rollout import Rollout, RolloutGroup
+from rollout.forward.packing import build_pack
+from rollout.model.kv_cache import LayerGroup
 from trainer.algorithm.advantages import group_advantages
-from trainer.algorithm.losses import policy_loss
+from trainer.algorithm.batch import StepTotals, TrainingBatch
+from trainer.algorithm.losses import PolicyLoss, clipped_objective, policy_loss, token_mean
+from trainer.algorithm.ratios import k3, log_ratio, token_ratio
 from trainer.tracking.metrics import completion_metrics
+
+CPU = torch.device("cpu")
+
+
+def _batch(
+    old: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, lengths: Sequence[int] = (), **fields: torch.Tensor
+) -> TrainingBatch:
+    """Of one pack; lengths: how many tokens each rollout has; one rollout if left out."""
+    lengths = lengths or [len(old)]
+    pack = build_pack(
+        [([1], [[1] * length for length in lengths])], LayerGroup(1, 1, 1, 16, torch.float32), CPU, exact=True
+    )
+    rollout_ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    return TrainingBatch(pack, rollout_ids, old, old, advantages, mask, **fields)
 
 
 def _loss(
-    logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, n: int, **kw: object
-):
-    return policy_loss(logprobs, old, advantages, mask, n, **({"clip_low": 0.2, "clip_high": 0.2} | kw))  # type: ignore[arg-type]
+    logprobs: torch.Tensor,
+    old: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    n: int,
+    kl_coef: float = 0.0,
+    **fields: torch.Tensor,
+) -> PolicyLoss:
+    batch = _batch(old, advantages, mask, **fields)
+    return policy_loss(logprobs, batch, StepTotals(n, 1), clip_low=0.2, clip_high=0.2, kl_coef=kl_coef)
 
 
 def test_first_step_is_minus_the_mean_advantage() -> None:
@@ -149,3 +175,40 @@ def test_reward_metrics_keep_small_differences_at_a_large_offset() -> None:
     # deviations -1/4, 0, 0, 1/4: their squares' sum 1/8, over 3
     assert metrics["reward_std"] == pytest.approx(math.sqrt(1 / 24) / 2, rel=1e-15)
     assert metrics["frac_reward_zero_std"] == 0.5
+
+
+# -- a loss of one's own ------------------------------------------------------------------------------------------
+
+
+def sequence_dual_clip(logprobs: torch.Tensor, batch: TrainingBatch, totals: StepTotals) -> PolicyLoss:
+    """One ratio per rollout (GSPO), bounded where A < 0 (dual clip), less KL, by a constant length of 5 (Dr. GRPO)."""
+    mask, logs = batch.loss_mask, log_ratio(logprobs, batch.old_logprobs, batch.loss_mask)
+    sums = logs.new_zeros(3, 2).index_add(0, batch.rollout_ids, torch.stack([logs, mask.float()], -1))
+    ratio = token_ratio(sums[:, 0] / sums[:, 1])[batch.rollout_ids]
+    objective = clipped_objective(ratio, batch.advantages, 0.2, 0.3)
+    objective = torch.where(batch.advantages < 0, torch.maximum(objective, 1.5 * batch.advantages), objective)
+    kl = k3(log_ratio(logprobs, batch.ref_logprobs, mask))
+    loss = token_mean(0.1 * kl - objective, mask, StepTotals(5 * totals.num_rollouts, totals.num_rollouts))
+    return PolicyLoss(loss, ratio, ratio > 1.3, ratio < 0.8, kl)
+
+
+def test_a_loss_of_ones_own_is_made_of_the_parts() -> None:
+    logprobs, old, ref = torch.randn(3, 9, generator=torch.Generator().manual_seed(0))
+    lengths, rewards = [2, 3, 4], [1.0, -2.0, 0.5]
+    logprobs.requires_grad_()
+    advantages = torch.tensor(rewards).repeat_interleave(torch.tensor(lengths))
+    mask = torch.tensor([True] * 4 + [False] + [True] * 4)
+    batch = _batch(old, advantages, mask, lengths, ref_logprobs=ref)
+    sequence_dual_clip(logprobs, batch, StepTotals(8, 3)).loss.backward()
+    x = logprobs.detach().double().requires_grad_()
+    expected = torch.zeros((), dtype=torch.float64)
+    for tokens, advantage in zip(torch.arange(9).split(lengths), rewards, strict=True):
+        kept = tokens[mask[tokens]]
+        s = (x[kept] - old[kept].double()).mean().exp()
+        value = min(s * advantage, s.clamp(0.8, 1.3) * advantage)
+        value = max(value, torch.tensor(1.5 * advantage).double()) if advantage < 0 else value
+        gap = ref[kept].double() - x[kept]
+        expected = expected + (0.1 * (gap.exp() - 1 - gap)).sum() - len(kept) * value
+    (expected / 15).backward()
+    assert torch.allclose(logprobs.grad.double(), x.grad, atol=1e-6)
+    assert x.grad.abs().max() > 0.01

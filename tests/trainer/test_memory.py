@@ -22,12 +22,13 @@ import tiny_models
 from caches import cache_with_kernels
 from rollout import RolloutConfig
 from rollout.memory.device import sized_for
+from rollout.memory.estimate import TrainingPeak
 from rollout.memory.ledger import GIB, MIB, show_bytes
 from trainer.__main__ import CONFIG_DIRECTORY, run_training
 from trainer.config import ConfigError, OptimConfig, TrainerConfig, parse_config
-from trainer.loop import _update, train
-from trainer.memory import StepShape, step_shape
-from trainer.optimizer import MasterAdamW
+from trainer.loop import train
+from trainer.memory import StepShape, build_ledger, step_shape
+from trainer.optimizer import MasterAdamW, OptimizerBytes
 from trainer.run import Run, prepare
 from trainer.tracking.tracking import read_metrics
 
@@ -46,7 +47,7 @@ def write_inputs(folder: Path, *, dtype: torch.dtype = torch.float32, prompt: in
         "def remainder(completion_ids):\n    return [float(sum(ids) % 7) for ids in completion_ids]\n"
     )
     return [
-        "experiment=smoke", "model=hf", f"model.path={directory}", "model.warm_start_steps=0", "task=jsonl",
+        "experiment=smoke", "model=hf", f"model.path={directory}", "task=jsonl",
         f"task.path={folder / 'rows.jsonl'}", "task.eval_rows=0", "reward=custom",
         f"reward.path={folder / 'reward.py'}:remainder", "sampling.max_new_tokens=8", "checkpoint.every=0",
         f"run_dir={folder / 'run'}", "name=test", "rollout.device=cpu",
@@ -128,13 +129,43 @@ def test_an_update_takes_what_the_ledger_says(
     shape = ["sampling.max_new_tokens=60", "sampling.ignore_eos=true"]
     shape += [f"algorithm.micro_batch_tokens={micro_batch_tokens}"]
     run = prepare(configure(tmp_path, *shape, *overrides, dtype=dtype, prompt=40, **sizes))
-    groups = run.engine.generate_rollouts([row.prompt for row in run.stream.take(0, 4)], 4, run.sampling)
+    groups = run.engine.generate_rollouts([row.prompt for row in run.trainer.rows.take(0, 4)], 4, run.trainer.sampling)
     advantages = torch.tensor([[1.0, -1.0, 0.5, -0.5]] * 4)
-    peak = tiny_models.allocated_peak(lambda: _update(run, groups, advantages, 0))
+    peak = tiny_models.allocated_peak(lambda: run.trainer.update(groups, advantages, 0))
     run.close()
     rows = rows_of(run)
     least = 0.95 if run.engine.ops.own else 0.94
     assert least * peak <= rows["fp32 gradients"][1] + rows["activations and logits"][1] <= 1.1 * peak
+
+
+def test_what_rests_is_in_both_columns_and_the_rest_in_its_own() -> None:
+    training = TrainingPeak(activations=300, gradients=100)
+    ledger = build_ledger(
+        weights=1,
+        pool=2,
+        rollout_activations=50,
+        capacity=1000,
+        process=7,
+        heap_holes=0.5,
+        training=training,
+        optimizer=OptimizerBytes(masters=20, moments=40),
+        reference=10,
+    )
+    columns = {row.name: (row.rollout, row.training) for row in ledger.rows}
+    assert columns == {
+        "weights": (1, 1),
+        "reference weights": (10, 10),
+        "fp32 masters": (20, 20),
+        "optimizer moments": (40, 40),
+        "fp32 gradients": (0, 100),
+        "activations and logits": (50, 300),
+        "KV pool": (2, 2),
+        "state slots": (0, 0),
+        "process": (7, 7),
+        "heap holes": (25, 200),
+    }
+    # 1 + 10 + 20 + 40 + 2 + 7 rest
+    assert (ledger.rollout_peak, ledger.training_peak, ledger.missing) == (80 + 75, 80 + 600, 0)
 
 
 # -- a machine that is too small ----------------------------------------------------------------------------------
@@ -273,7 +304,8 @@ def test_optimizer_bytes_by_hand(dtype: torch.dtype, masters: int) -> None:
     layer = linear(dtype)
     frozen = nn.Parameter(torch.zeros(1000, dtype=dtype), requires_grad=False)
     optimizer = MasterAdamW([*layer.named_parameters(), ("frozen", frozen)], OptimConfig())
-    assert (optimizer.master_bytes, optimizer.moment_bytes) == (masters, 224)
+    assert MasterAdamW.bytes_for([*layer.parameters(), frozen]) == OptimizerBytes(masters, 224)
+    assert MasterAdamW.bytes_for(layer.to("meta").parameters()) == OptimizerBytes(masters, 224)
     held = [t for name, t in optimizer.state_tensors().items() if not name.startswith("step")]
     assert sum(t.untyped_storage().nbytes() for t in held) == masters + 224
 

@@ -22,8 +22,8 @@ def _parse(*arguments: str) -> TrainerConfig:
 
 def test_text_keys_are_the_text_fields_of_all_groups() -> None:
     keys = text_keys()
-    paths = {"model.path", "task.path", "task.eval_path", "reward.path", "resume"}
-    assert {key for key, may_be_null in keys.items() if may_be_null} == paths
+    assert {key for key, may_be_null in keys.items() if may_be_null} == {"task.eval_path", "resume"}
+    assert {"model.path", "task.path", "reward.path", "model.kind"} <= keys.keys()
     assert {"name", "run_dir", "tracking.project", "tracking.mode", "rollout.device", "optim.schedule"} <= keys.keys()
     assert not {"seed", "optim.lr", "rollout.num_blocks", "sampling.stop_token_ids", "reward.shuffle"} & keys.keys()
 
@@ -115,13 +115,13 @@ def test_a_key_that_is_deleted_is_refused(argument: str) -> None:
     ],
 )
 def test_keys_of_the_chat_template_are_free(given: list[str], sign: str) -> None:
-    config = _parse(*(sign + argument for argument in given))
+    config = _parse("task=jsonl", "task.path=a", *(sign + argument for argument in given))
     assert config.task.chat_template_kwargs == {"enable_thinking": False, "level": {"a": 1}}
 
 
 def test_no_other_keys_are() -> None:
     with pytest.raises(ConfigError, match=r"^task\.nosuch: "):
-        _parse("task={chat_template_kwargs:{a:1},nosuch:1}")
+        _parse("task=jsonl", "task={path:a,chat_template_kwargs:{a:1},nosuch:1}")
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_no_other_keys_are() -> None:
     [
         ["optim=hf", "optim.lr=1"],
         ["optim={lr:1}", "optim.beta1=0.5"],
-        ["task.chat_template_kwargs={}", "hydra={verbose:true}"],
+        ["task=jsonl", "task.chat_template_kwargs={}", "hydra={verbose:true}"],
         ["--config-dir", "here", "--config-name", "here", "steps=1"],
         ["task.path=a=b.jsonl", "task.path=a=b.jsonl"],  # Hydra's to refuse
         ["--multirun", "name=1,2"],
@@ -183,11 +183,11 @@ NASTY = ['a"b', "it's", "a=b,c d", "$HOME `x`", "${name}", "\\${x}", "a\\", 'b\\
 @pytest.mark.parametrize("name", NASTY)
 def test_the_printed_command_can_be_pasted(name: str) -> None:
     printed = command_line(
-        ["experiment=smoke", 'tracking.project="x=1"', "+name=old", "resume=a"], name=name, resume="auto"
+        ["tracking=wandb", 'tracking.project="x=1"', "+name=old", "resume=a"], name=name, resume="auto"
     )
     words = shlex.split(printed)
     assert words[:3] == ["python", "-m", "trainer"]
-    assert words[3:5] == ["experiment=smoke", 'tracking.project="x=1"']
+    assert words[3:5] == ["tracking=wandb", 'tracking.project="x=1"']
     config = _parse(*words[3:])
     assert (config.name, config.tracking.project, config.resume) == (name, "x=1", "auto")
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rollout import Rollout, RolloutError, RolloutGroup
-from trainer.config import ConfigError, RewardConfig, TaskConfig
+from trainer.config import ArithmeticConfig, ConfigError, CustomRewardConfig, RewardConfig
 from trainer.data.rows import Row
 from trainer.data.tasks import exact_match, final_answer, make_task, numeric
 from trainer.rewards.loading import check_arguments, load_reward, reward_name
@@ -139,12 +139,12 @@ def test_file_may_define_dataclasses(tmp_path: Path) -> None:
     ("kind", "function"), [("task", final_answer), ("exact_match", exact_match), ("numeric", numeric)]
 )
 def test_configured_kind(kind: str, function: Callable[..., Any]) -> None:
-    assert make_reward(RewardConfig(kind=kind), make_task(TaskConfig(), 0)) is function
+    assert make_reward(RewardConfig(kind=kind), make_task(ArithmeticConfig(), 0)) is function
 
 
 def test_configured_custom_function(module: str) -> None:
-    config = RewardConfig(kind="custom", path="judge.py:anonymous")
-    assert make_reward(config, make_task(TaskConfig(), 0))(["a"]) == [5.0]
+    config = CustomRewardConfig(path="judge.py:anonymous")
+    assert make_reward(config, make_task(ArithmeticConfig(), 0))(["a"]) == [5.0]
 
 
 # -- what the function is given -----------------------------------------------------------------------------------

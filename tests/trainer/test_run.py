@@ -68,7 +68,7 @@ def hf_overrides(folder: Path, model: PreTrainedModel, rows: Path) -> list[str]:
     reward = folder / "reward.py"
     reward.write_text("def early(completions):\n    return [float(-(text + 'a').index('a')) for text in completions]\n")
     return [
-        "model=hf", f"model.path={directory}", "model.warm_start_steps=0", "task=jsonl", f"task.path={rows}",
+        "model=hf", f"model.path={directory}", "task=jsonl", f"task.path={rows}",
         "task.eval_rows=0", "reward=custom", f"reward.path={reward}:early", "sampling.max_new_tokens=8",
         "optim.lr=1e-3", "optim.warmup_steps=0",
     ]  # fmt: skip

@@ -90,11 +90,11 @@ MOMENTS = {
     "loading the model": (trainer.run, "load_model", 1, []),
     "warm start": (trainer.warm_start, "score_tokens", 2, []),
     "evaluation before the first step": (trainer.loop, "evaluate", 1, []),
-    "first step": (trainer.loop, "policy_loss", 1, []),
-    "rollouts": (trainer.loop, "_rollouts", 4, [3]),
-    "reward": (trainer.loop, "score", 4, [3]),
-    "gradients": (trainer.loop, "policy_loss", 6, [4, 5]),
-    "update": (trainer.loop, "learning_rate", 3, [3]),
+    "first step": (trainer.step.Trainer, "_forward", 1, []),
+    "rollouts": (trainer.step.Trainer, "rollouts", 4, [3]),
+    "reward": (trainer.step, "score", 4, [3]),
+    "gradients": (trainer.step.Trainer, "_forward", 6, [4, 5]),
+    "update": (trainer.step, "learning_rate", 3, [3]),
     "evaluation": (trainer.loop, "evaluate", 2, [3]),
     "line": (trainer.tracking.tracking.MetricsFile, "append", 3, [2]),
     "checkpoint": (trainer.loop, "save_checkpoint", 1, [4]),
@@ -148,7 +148,7 @@ def test_a_signal_in_the_last_checkpoint_finds_the_run_done(
 
 def test_without_checkpoints_none_is_written(here: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     (here / "judge.py").write_text(REWARD)
-    _before(monkeypatch, trainer.loop, "policy_loss", 3, signal.SIGINT)
+    _before(monkeypatch, trainer.step.Trainer, "_forward", 3, signal.SIGINT)
     assert command(*RUN, "checkpoint.every=0")[0] == 2  # given twice
     chosen = [argument for argument in RUN if not argument.startswith("checkpoint.")]
     assert command(*chosen, "checkpoint.every=0")[0] == 130
@@ -161,13 +161,13 @@ def test_a_run_from_another_one_s_checkpoint_goes_on_from_there(
     (here / "judge.py").write_text(REWARD)
     start = uninterrupted / "checkpoints/step-000004"
     with pytest.MonkeyPatch.context() as patch:
-        _before(patch, trainer.loop, "policy_loss", 1, signal.SIGINT)
+        _before(patch, trainer.step.Trainer, "_forward", 1, signal.SIGINT)
         _, errors = command(*RUN, f"resume={start}")
     printed = shlex.split(errors.splitlines()[-1])
     assert f"resume={start}" in printed
     assert not [argument for argument in printed if argument.startswith(("name=", "run_dir="))]
     with pytest.MonkeyPatch.context() as patch:
-        _before(patch, trainer.loop, "policy_loss", 2, signal.SIGINT)
+        _before(patch, trainer.step.Trainer, "_forward", 2, signal.SIGINT)
         _, errors = command(*RUN[:-3], "run_dir=other", *RUN[-2:], f"resume={start}")
     assert shlex.split(errors.splitlines()[-1])[-2:] == [f"run_dir={here / 'other'}", "resume=auto"]
 
@@ -230,7 +230,7 @@ def test_an_interrupt_in_the_imports_ends_at_once(tmp_path: Path) -> None:
 
 def test_an_ignored_signal_stays_ignored(here: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     (here / "judge.py").write_text(REWARD)
-    _before(monkeypatch, trainer.loop, "policy_loss", 2, signal.SIGHUP)
+    _before(monkeypatch, trainer.step.Trainer, "_forward", 2, signal.SIGHUP)
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         assert command(*RUN) == (0, "")

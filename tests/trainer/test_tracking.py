@@ -14,7 +14,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from trainer.__main__ import CONFIG_DIRECTORY
-from trainer.config import TrackingConfig, parse_config
+from trainer.config import TrackingConfig, WandbConfig, parse_config
 from trainer.loop import train
 from trainer.run import prepare
 from trainer.tracking.tracking import MetricsFile, Progress, SafeTracker, make_tracker, read_metrics
@@ -252,7 +252,7 @@ def test_wandb_that_cannot_start_is_a_warning(
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", fake)  # type: ignore[arg-type]
     with caplog.at_level(logging.WARNING):
-        tracker = make_tracker(TrackingConfig(kind="wandb"), tmp_path, "name", {})
+        tracker = make_tracker(WandbConfig(), tmp_path, "name", {})
         tracker.log({"reward": 1.0}, 1)
         tracker.finish()
     (record,) = caplog.records
@@ -266,14 +266,14 @@ def test_mode_and_project_are_the_configured_ones(tmp_path: Path, monkeypatch: p
     monkeypatch.setitem(sys.modules, "wandb", fake)
     # the configuration has the last word, not the environment
     monkeypatch.setenv("WANDB_MODE", "online")
-    make_tracker(TrackingConfig(kind="wandb", mode=mode, project="p"), tmp_path, "n", {"a": 1})
+    make_tracker(WandbConfig(mode=mode, project="p"), tmp_path, "n", {"a": 1})
     assert fake.inits == [{"project": "p", "name": "n", "dir": tmp_path, "mode": mode, "config": {"a": 1}}]
 
 
 def test_no_tracker_calls_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = _FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    tracker = make_tracker(TrackingConfig(kind="none"), tmp_path, "n", {})
+    tracker = make_tracker(TrackingConfig(), tmp_path, "n", {})
     tracker.log({"reward": 1.0}, 1)
     tracker.log_completions([{"step": 1}], 1)
     tracker.finish()

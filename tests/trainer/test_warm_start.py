@@ -13,7 +13,7 @@ from caches import cache_with_kernels
 from rollout.manifest import find_damage
 from rollout.model.builtin import warm_started_directory
 from rollout.model.loading import load_model
-from trainer.config import ModelConfig, TaskConfig
+from trainer.config import ArithmeticConfig, TinyModelConfig
 from trainer.data.tasks import arithmetic
 from trainer.warm_start import warm_started_tiny
 
@@ -29,9 +29,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCap
 
 
 def _warm_start(seed: int = 0) -> Path:
-    config = TaskConfig(eval_rows=4)
+    config = ArithmeticConfig(eval_rows=4)
     return warm_started_tiny(
-        ModelConfig(warm_start_steps=1, warm_start_batch_size=2), config, arithmetic(config, 0), seed
+        TinyModelConfig(warm_start_steps=1, warm_start_batch_size=2), config, arithmetic(config, 0), seed
     )
 
 

@@ -1,28 +1,52 @@
 """What an update is computed from: the step's rollouts as tensors, split into packs of bounded size."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from rollout import RolloutGroup
-from rollout.forward.packing import Pack, build_pack
-from rollout.model.kv_cache import LayerGroup
+from rollout.forward import Pack, build_pack
+from rollout.model import LayerGroup
 
 
 @dataclass(frozen=True)
 class TrainingBatch:
     """One pack of groups, each prompt once, with C completion tokens in order of group, rollout, place.
 
-    rollout_logprobs: fp32 [C], what the generator drew the tokens with; 0.0 for forced ones. advantages: fp32 [C].
-    loss_mask: bool [C], False for forced tokens, which are attended and count in no loss.
+    A rollout's tokens are all in one pack, a group's rollouts not always.
     """
 
     pack: Pack
+    rollout_ids: Tensor
+    """int64 [C]: which of the step's rollouts a token belongs to, group * n + index."""
     rollout_logprobs: Tensor
+    """fp32 [C]: what the generator drew the tokens with; 0.0 for forced ones."""
+    old_logprobs: Tensor
+    """fp32 [C]: the trainer's, before the step; rollout_logprobs where those are the same in every bit."""
     advantages: Tensor
+    """fp32 [C]"""
     loss_mask: Tensor
+    """bool [C]: which tokens the policy chose, and learns from; forced ones are attended and count in no loss."""
+    ref_logprobs: Tensor | None = None
+    """fp32 [C]: under the reference's weights, if there is one."""
+    values: Tensor | None = None
+    """fp32 [C]: a critic's; nothing here has one yet."""
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """Counts over all micro-batches of a step, to divide sums by."""
+
+    num_tokens: int
+    """Tokens that count in the loss."""
+    num_rollouts: int
+
+    @classmethod
+    def of(cls, groups: Sequence[RolloutGroup]) -> "StepTotals":
+        counts = [sum(rollout.loss_mask) for group in groups for rollout in group.rollouts]
+        return cls(sum(counts), len(counts))
 
 
 def micro_batches(
@@ -67,17 +91,23 @@ def _batch(
     device: torch.device,
     exact: bool,
 ) -> TrainingBatch:
-    chosen = [(groups[g], groups[g].rollouts[i], float(advantages[g, i])) for g, members in pack for i in members]
+    n = advantages.shape[1]
+    chosen = [(g * n + i, groups[g].rollouts[i], float(advantages[g, i])) for g, members in pack for i in members]
     token_lists = [
         (groups[g].prompt_ids, [groups[g].rollouts[i].completion_ids for i in members]) for g, members in pack
     ]
-    logprobs = [value for _, rollout, _ in chosen for value in rollout.logprobs]
-    repeated = [advantage for _, rollout, advantage in chosen for _ in rollout.completion_ids]
+
+    def per_token(values: Iterable[float], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(list(values), dtype=dtype, device=device)
+
     masks = [rollout.loss_mask for _, rollout, _ in chosen]
     packed = build_pack(token_lists, layer, device, exact=exact, loss_masks=masks)
+    logprobs = per_token((value for _, rollout, _ in chosen for value in rollout.logprobs), torch.float32)
     return TrainingBatch(
         pack=packed,
-        rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32, device=device),
-        advantages=torch.tensor(repeated, dtype=torch.float32, device=device),
+        rollout_ids=per_token((place for place, rollout, _ in chosen for _ in rollout.completion_ids), torch.int64),
+        rollout_logprobs=logprobs,
+        old_logprobs=logprobs,
+        advantages=per_token((a for _, rollout, a in chosen for _ in rollout.completion_ids), torch.float32),
         loss_mask=packed.loss_mask,
     )

@@ -1,12 +1,17 @@
-"""Losses per token. Masked tokens count for nothing, neither in the sum nor in the denominator.
+"""Losses: a ratio (ratios.py), an objective that clips it, a divergence, and an aggregation of the tokens' values.
 
-C completion tokens of a micro-batch.
+The parts are functions of tensors, and a loss is a function that puts some together: `policy_loss`, or one of your own.
+Masked tokens count for nothing, neither in a sum nor in a denominator. C completion tokens of a micro-batch.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from trainer.algorithm.batch import StepTotals, TrainingBatch
+from trainer.algorithm.ratios import k3, log_ratio, token_ratio
 
 
 @dataclass(frozen=True)
@@ -20,39 +25,54 @@ class PolicyLoss:
     kl: Tensor | None
 
 
+LossFunction = Callable[[Tensor, TrainingBatch, StepTotals], PolicyLoss]
+"""(log-probs under the policy, fp32 [C]; the micro-batch; the step's totals); gradients flow into log-probs only.
+
+The micro-batches' losses are added up, so what a sum is divided by has to be the step's, never the micro-batch's.
+"""
+
+
+def clipped_objective(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
+    """min(r A, clip(r, 1 - low, 1 + high) A), to be maximised (arXiv 1707.06347; low != high: 2503.14476). fp32 [C]."""
+    clipped = ratio.clamp(1.0 - low, 1.0 + high)
+    return torch.minimum(ratio * advantages, clipped * advantages)
+
+
+def clipped_tokens(ratio: Tensor, batch: TrainingBatch, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """Which tokens the objective clips below and above, where they teach nothing. bool [C], detached."""
+    ratio, advantages, mask = ratio.detach(), batch.advantages, batch.loss_mask
+    return (ratio < 1.0 - low) & (advantages < 0) & mask, (ratio > 1.0 + high) & (advantages > 0) & mask
+
+
+def token_mean(values: Tensor, mask: Tensor, totals: StepTotals) -> Tensor:
+    """Sum over the mask by the number of tokens that count in the whole step (arXiv 2503.14476). fp32 [].
+
+    One denominator, so that neither the loss nor its gradient depends on how the step was split.
+    """
+    return torch.where(mask, values, 0.0).sum() / max(totals.num_tokens, 1)
+
+
 def policy_loss(
     logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    num_tokens: int,
+    batch: TrainingBatch,
+    totals: StepTotals,
     *,
     clip_low: float,
     clip_high: float,
-    ref_logprobs: Tensor | None = None,
     kl_coef: float = 0.0,
 ) -> PolicyLoss:
-    """Clipped policy gradient with one denominator for the whole step (arXiv 1707.06347, 2503.14476).
+    """The token mean of -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) + kl_coef * k3.
 
-    Per token: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) + kl_coef * k3, with r = exp(logprobs - old_logprobs)
-    and k3 = exp(-x) - 1 + x for x = logprobs - ref_logprobs. Summed over the mask (bool [C]) and divided by num_tokens,
-    the number of masked-in tokens of the whole step, so that the gradient does not depend on how the step was split.
-    All arguments but num_tokens are fp32 [C]; gradients flow into logprobs only.
+    GRPO's objective (arXiv 2402.03300) with each token's own ratio to batch.old_logprobs, and a KL term where the batch
+    has ref_logprobs. A LossFunction once the options are given.
     """
-    # zero the log-ratio where masked, before the exp: inf * 0 would be nan
-    ratio = torch.where(mask, logprobs - old_logprobs, 0.0).exp()
-    clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    per_token = -torch.minimum(ratio * advantages, clipped * advantages)
+    mask = batch.loss_mask
+    ratio = token_ratio(log_ratio(logprobs, batch.old_logprobs, mask))
+    per_token = -clipped_objective(ratio, batch.advantages, clip_low, clip_high)
     kl = None
-    if ref_logprobs is not None:
-        x = torch.where(mask, logprobs - ref_logprobs, 0.0)
-        kl = torch.exp(-x) - 1.0 + x
+    if batch.ref_logprobs is not None:
+        kl = k3(log_ratio(logprobs, batch.ref_logprobs, mask))
         per_token = per_token + kl_coef * kl
-    loss = torch.where(mask, per_token, 0.0).sum() / max(num_tokens, 1)
-    return PolicyLoss(
-        loss=loss,
-        ratio=ratio.detach(),
-        clipped_low=((ratio < 1.0 - clip_low) & (advantages < 0) & mask).detach(),
-        clipped_high=((ratio > 1.0 + clip_high) & (advantages > 0) & mask).detach(),
-        kl=None if kl is None else kl.detach(),
-    )
+        kl = kl.detach()
+    low, high = clipped_tokens(ratio, batch, clip_low, clip_high)
+    return PolicyLoss(token_mean(per_token, mask, totals), ratio.detach(), low, high, kl)

@@ -6,13 +6,13 @@ import types
 import unicodedata
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rollout import RolloutError, SamplingParams
-from trainer.config.schema import ConfigError, TrainerConfig
+from trainer.config.schema import OPTIONS, ConfigError, TrainerConfig, every_key, options_with
 
 # a rollout is a function of its own inputs, so the engine's sizes change its speed and nothing else
 _ROLLOUT_SIZES = {
@@ -29,16 +29,13 @@ _ROLLOUT_SIZES = {
 }
 
 
-def text_keys(node: type = TrainerConfig, prefix: str = "") -> dict[str, bool]:
+def text_keys() -> dict[str, bool]:
     """Every key whose value is text, by its full name, and whether it may be null."""
-    found: dict[str, bool] = {}
-    for name, kind in get_type_hints(node).items():
-        if is_dataclass(kind):
-            assert isinstance(kind, type)
-            found |= text_keys(kind, f"{prefix}{name}.")
-        elif kind is str or (isinstance(kind, types.UnionType) and str in get_args(kind)):
-            found[prefix + name] = kind is not str
-    return found
+    return {
+        key: kind is not str
+        for key, kind in every_key()
+        if kind is str or (isinstance(kind, types.UnionType) and str in get_args(kind))
+    }
 
 
 def parse_config(raw: DictConfig | dict[str, Any]) -> TrainerConfig:
@@ -49,14 +46,15 @@ def parse_config(raw: DictConfig | dict[str, Any]) -> TrainerConfig:
             raise ConfigError(f"{spec.name}={raw[spec.name]!r}: is a group of keys, not a value")
     _check_text(raw)
     try:
-        schema = OmegaConf.structured(TrainerConfig)
+        chosen = _chosen_options(raw)
+        schema = OmegaConf.structured(TrainerConfig(**chosen))
         # OmegaConf takes a frozen dataclass for one that may not be filled in
         OmegaConf.set_readonly(schema.rollout, False)
         merged = OmegaConf.merge(schema, raw)
         # a merge fills open values of `raw` with defaults
         missing = OmegaConf.missing_keys(raw) | OmegaConf.missing_keys(merged)
         if missing:
-            raise ConfigError(f"{min(missing)}: has no value; give one")
+            raise ConfigError(f"{min(missing)}: {_remedy(chosen, min(missing))}")
         config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         key = error.full_key or error.key
@@ -69,6 +67,41 @@ def parse_config(raw: DictConfig | dict[str, Any]) -> TrainerConfig:
     _check_combinations(config)
     sampling_params(config)
     return config
+
+
+def _chosen_options(raw: DictConfig) -> dict[str, Any]:
+    """For each group whose options have keys of their own: the schema of the one that `raw` chooses, with its defaults.
+
+    Raises ConfigError for an option that is none, and for a key that only another option has.
+    """
+    chosen = {}
+    for group, options in OPTIONS.items():
+        given = OmegaConf.to_container(raw[group], resolve=True) if group in raw else {}
+        assert isinstance(given, dict)
+        default = getattr(TrainerConfig(), group).kind
+        kind = given.get("kind", default)
+        if kind == MISSING:
+            kind = default  # refused below, with every other key that has no value
+        if not isinstance(kind, str) or kind not in options:
+            raise ConfigError(f"{group}.kind={kind!r}: use one of {', '.join(options)}")
+        for key, value in given.items():
+            owners = options_with(group, str(key))
+            if owners and kind not in owners:
+                raise ConfigError(
+                    f"{group}.{key!s}={value!r}: is for {group}={owners[0]}, and {group} is {kind}; add"
+                    f" {group}={owners[0]}"
+                )
+        chosen[group] = options[kind](kind=kind)
+    return chosen
+
+
+def _remedy(chosen: dict[str, Any], key: str) -> str:
+    """What to do about a key that has no value."""
+    group, _, name = key.partition(".")
+    for spec in fields(chosen[group]) if group in chosen else ():
+        if spec.name == name and spec.metadata.get("needs"):
+            return f"{group}={chosen[group].kind} needs {spec.metadata['needs']}"
+    return "has no value; give one"
 
 
 def sampling_params(config: TrainerConfig) -> SamplingParams:
@@ -141,27 +174,15 @@ def _check_combinations(config: TrainerConfig) -> None:
             raise ConfigError(f"resume_changed={name!r}: use {', '.join(CONTENTS)} in a list, as in [{CONTENTS[0]}]")
     if config.resume_changed and config.resume is None:
         raise ConfigError("resume_changed: is for a run that goes on; add resume=auto")
-    if config.model.kind == "hf" and not config.model.path:
-        raise ConfigError("model.path: model=hf needs a directory, as in model.path=DIR")
-    if config.task.kind == "jsonl" and not config.task.path:
-        raise ConfigError("task.path: task=jsonl needs a file, as in task.path=FILE")
-    if config.reward.kind == "custom" and not config.reward.path:
-        raise ConfigError("reward.path: reward=custom needs package.module:function or FILE.py:function")
-    for key, path, kind, wanted in (
-        ("model.path", config.model.path, config.model.kind, "hf"),
-        ("task.path", config.task.path, config.task.kind, "jsonl"),
-        ("task.eval_path", config.task.eval_path, config.task.kind, "jsonl"),
-        ("reward.path", config.reward.path, config.reward.kind, "custom"),
-    ):
-        if path is not None and kind != wanted:
-            group = key.split(".")[0]
-            raise ConfigError(f"{key}={path!r}: is for {group}={wanted}, and {group} is {kind}; add {group}={wanted}")
+    for group in OPTIONS:
+        option = getattr(config, group)
+        for spec in fields(option):
+            if spec.metadata.get("needs") and not getattr(option, spec.name):
+                raise ConfigError(f"{group}.{spec.name}: {group}={option.kind} needs {spec.metadata['needs']}")
     if config.algorithm.kl_coef and sampling_params(config).cuts:
         raise ConfigError("algorithm.kl_coef: a KL term needs the whole vocabulary; switch off top_k, top_p and min_p")
     if config.sampling.temperature == 0.0:
         raise ConfigError("sampling.temperature=0.0: greedy rollouts of a group are all equal and teach nothing")
-    if config.model.kind == "hf" and config.model.warm_start_steps:
-        raise ConfigError("model.warm_start_steps: only model=tiny is warm-started")
     if config.optim.beta1 == 1.0 or config.optim.beta2 == 1.0:
         raise ConfigError("optim.beta1, optim.beta2: must be less than 1")
 

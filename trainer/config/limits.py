@@ -8,9 +8,8 @@ import torch
 from transformers import PretrainedConfig
 
 from rollout import RolloutError
-from rollout.memory.device import device_bytes, pool_size
-from rollout.model.kv_cache import LayerGroup
-from rollout.model.loading import default_dtype, longest_sequence, resolve_device
+from rollout.memory import device_bytes, pool_size
+from rollout.model import LayerGroup, default_dtype, longest_sequence, resolve_device
 from trainer.config import ConfigError, TrainerConfig
 
 logger = logging.getLogger(__name__)

@@ -1,29 +1,32 @@
 """The command line as it was typed: Hydra takes 1e3 for a number where a name was meant, and the last of two values."""
 
 import shlex
-from collections.abc import Iterator, Sequence
-from dataclasses import is_dataclass
-from typing import Any, get_origin, get_type_hints
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, get_origin
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 
 from trainer.config import ConfigError, TrainerConfig, text_keys
+from trainer.config.schema import OPTIONS, every_key, options_with
 
 _OWN_KEYS = ("name", "run_dir", "resume")
 
 
 def as_typed(arguments: Sequence[str]) -> list[str]:
-    """The arguments, with quotes round numbers and truth values for text keys, and `++` where keys are free.
+    """The arguments, with quotes round numbers and truth values for text keys.
+
+    `++` goes before keys that may be any, and before those that only another option has: parse_config says which.
 
     Raises ConfigError if a key or a group is given twice, alone or inside a mapping, or deleted. What Hydra cannot read
     is left to it.
     """
-    text, free = text_keys(), tuple(f"{key}." for key in _open_keys())
+    text, free = text_keys(), {key for key, kind in every_key() if get_origin(kind) is dict}
+    overrides = [_parsed(argument) for argument in arguments]
+    chosen = {o.key_or_group: str(o.value()) for o in overrides if o is not None and o.key_or_group in OPTIONS}
     given, typed = dict[str, str](), []
-    for argument in arguments:
-        override = _parsed(argument)
+    for argument, override in zip(arguments, overrides, strict=True):
         if override is not None:
             key = override.key_or_group
             value = None if override.is_sweep_override() else override.value()
@@ -34,8 +37,8 @@ def as_typed(arguments: Sequence[str]) -> list[str]:
             given |= dict.fromkeys(inside, argument)
             if override.is_delete() and not key.startswith("hydra"):
                 raise ConfigError(f"{key}: cannot be left out, as {argument!r} asks; give it a value")
-            if not argument.startswith("+") and any(leaf.startswith(free) for leaf in inside):
-                argument = f"++{argument}"  # Hydra refuses keys that conf/ has not, also where any may be
+            if not argument.startswith("+") and any(_needs_adding(leaf, free, chosen) for leaf in inside):
+                argument = f"++{argument}"
             if key in text and isinstance(value, bool | int | float):
                 before, _, written = argument.partition("=")
                 argument = f"{before}={_quoted(written.strip())}"
@@ -43,16 +46,16 @@ def as_typed(arguments: Sequence[str]) -> list[str]:
     return typed
 
 
-def _open_keys(node: type = TrainerConfig, prefix: str = "") -> set[str]:
-    """Every key whose value is a mapping with keys of the user's choosing, by its full name."""
-    found = set[str]()
-    for name, kind in get_type_hints(node).items():
-        if is_dataclass(kind):
-            assert isinstance(kind, type)
-            found |= _open_keys(kind, f"{prefix}{name}.")
-        elif get_origin(kind) is dict:
-            found.add(prefix + name)
-    return found
+def _needs_adding(key: str, free: set[str], chosen: Mapping[str, str]) -> bool:
+    """Whether Hydra would refuse a key, for not being in conf/, that may be any or that another option has."""
+    group, _, name = key.partition(".")
+    owners = options_with(group, name)
+    if owners:
+        kind = chosen.get(group, "")
+        kind = kind if kind in OPTIONS[group] else getattr(TrainerConfig(), group).kind
+        if kind not in owners:
+            return True
+    return key.startswith(tuple(f"{open_key}." for open_key in free))
 
 
 def _leaves(key: str, value: Any) -> Iterator[str]:

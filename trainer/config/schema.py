@@ -1,10 +1,12 @@
 """The typed configuration. conf/ holds the values and says what each means; here is what a value may be.
 
-A field's metadata gives its range, and whether a change of it alters the trajectory of a run that is resumed.
+A field's metadata gives its range, what one without a default needs, and whether a change of it alters the trajectory
+of a run that is resumed. An option of a group has its own keys only: OPTIONS has the schema of each.
 """
 
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, TypeVar, get_type_hints
 
 from omegaconf import MISSING
 
@@ -25,8 +27,12 @@ def _setting(
     at_most: float | None = None,
     choices: tuple[str, ...] | None = None,
     trajectory: bool = True,
+    needs: str | None = None,
 ) -> T:
-    limits = {"at_least": at_least, "above": above, "at_most": at_most, "choices": choices, "trajectory": trajectory}
+    limits = {
+        "at_least": at_least, "above": above, "at_most": at_most, "choices": choices, "trajectory": trajectory,
+        "needs": needs,
+    }  # fmt: skip
     # OmegaConf wants a default for every field; a factory keeps lists apart
     made: T = field(default_factory=lambda: default, metadata=limits)
     return made
@@ -34,29 +40,69 @@ def _setting(
 
 @dataclass
 class ModelConfig:
-    kind: str = _setting("tiny", choices=("tiny", "hf"))
-    path: str | None = _setting(None)
+    """What all models have."""
+
+    kind: str = _setting("tiny")
     gradient_checkpointing: bool = _setting(False)
+
+
+@dataclass
+class TinyModelConfig(ModelConfig):
+    """model=tiny"""
+
     warm_start_steps: int = _setting(0, at_least=0)
     warm_start_batch_size: int = _setting(64, at_least=1)
     warm_start_lr: float = _setting(1e-3, above=0)
 
 
 @dataclass
+class HFModelConfig(ModelConfig):
+    """model=hf"""
+
+    kind: str = _setting("hf")
+    path: str = _setting(MISSING, needs="a directory, as in model.path=DIR")
+
+
+@dataclass
 class TaskConfig:
-    kind: str = _setting("arithmetic", choices=("arithmetic", "jsonl"))
-    path: str | None = _setting(None)
-    eval_path: str | None = _setting(None)
+    """What all tasks have."""
+
+    kind: str = _setting("arithmetic")
     eval_rows: int = _setting(256, at_least=0)
+
+
+@dataclass
+class ArithmeticConfig(TaskConfig):
+    """task=arithmetic"""
+
     finished_fraction: float = _setting(0.35, at_least=0, at_most=1)
+
+
+@dataclass
+class JsonlConfig(TaskConfig):
+    """task=jsonl"""
+
+    kind: str = _setting("jsonl")
+    eval_rows: int = _setting(0, at_least=0)
+    path: str = _setting(MISSING, needs="a file, as in task.path=FILE")
+    eval_path: str | None = _setting(None)
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
 class RewardConfig:
-    kind: str = _setting("task", choices=("task", "exact_match", "numeric", "custom"))
-    path: str | None = _setting(None)
+    """What all rewards have; reward=task, exact_match and numeric have no more."""
+
+    kind: str = _setting("task")
     shuffle: bool = _setting(False)
+
+
+@dataclass
+class CustomRewardConfig(RewardConfig):
+    """reward=custom"""
+
+    kind: str = _setting("custom")
+    path: str = _setting(MISSING, needs="package.module:function or FILE.py:function")
 
 
 @dataclass
@@ -107,7 +153,16 @@ class CheckpointConfig:
 
 @dataclass
 class TrackingConfig:
-    kind: str = _setting("none", choices=("none", "wandb"), trajectory=False)
+    """What all dashboards have; tracking=none has no more."""
+
+    kind: str = _setting("none", trajectory=False)
+
+
+@dataclass
+class WandbConfig(TrackingConfig):
+    """tracking=wandb"""
+
+    kind: str = _setting("wandb", trajectory=False)
     mode: str = _setting("offline", choices=("offline", "online", "disabled"), trajectory=False)
     project: str = _setting("cowroll", trajectory=False)
     completions: int = _setting(4, at_least=0, trajectory=False)
@@ -121,8 +176,8 @@ class TrainerConfig:
     steps: int = _setting(100, at_least=1, trajectory=False)
     resume: str | None = _setting(None, trajectory=False)
     resume_changed: list[str] = _setting([], trajectory=False)  # noqa: RUF009  it is no default, but makes one
-    model: ModelConfig = field(default_factory=ModelConfig)
-    task: TaskConfig = field(default_factory=TaskConfig)
+    model: ModelConfig = field(default_factory=TinyModelConfig)
+    task: TaskConfig = field(default_factory=ArithmeticConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -131,3 +186,33 @@ class TrainerConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+
+
+OPTIONS: dict[str, dict[str, type]] = {
+    "model": {"tiny": TinyModelConfig, "hf": HFModelConfig},
+    "task": {"arithmetic": ArithmeticConfig, "jsonl": JsonlConfig},
+    "reward": {
+        "task": RewardConfig,
+        "exact_match": RewardConfig,
+        "numeric": RewardConfig,
+        "custom": CustomRewardConfig,
+    },
+    "tracking": {"none": TrackingConfig, "wandb": WandbConfig},
+}
+"""The groups whose options have keys of their own: what an option's keys are, by the group's `kind`."""
+
+
+def every_key(node: type = TrainerConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every key that some option has, by its full name, with its type; the same key once for each option."""
+    for name, kind in get_type_hints(node).items():
+        if not is_dataclass(kind):
+            yield prefix + name, kind
+            continue
+        assert isinstance(kind, type)
+        for schema in OPTIONS.get(name, {name: kind}).values():
+            yield from every_key(schema, f"{prefix}{name}.")
+
+
+def options_with(group: str, key: str) -> list[str]:
+    """The options of a group that have a key; empty if none has, or the group has no keys by option."""
+    return [kind for kind, schema in OPTIONS.get(group, {}).items() if key in {f.name for f in fields(schema)}]

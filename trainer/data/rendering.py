@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rollout import ChatPrompt
-from rollout.engine.prompts import Prompt, encode_prompt
+from rollout.engine import Prompt, encode_prompt
 from trainer.config import ConfigError
 from trainer.data.rows import Row
 from trainer.data.tasks import Task

@@ -3,10 +3,10 @@
 import json
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from trainer.config import ConfigError, TaskConfig
+from trainer.config import ArithmeticConfig, ConfigError, JsonlConfig, TaskConfig
 from trainer.data.rows import SPLIT_PURPOSE, Row, permutation, read_jsonl
 from trainer.rewards.numerals import equal, last_number, single_number
 
@@ -26,6 +26,8 @@ class Task:
     reward: RewardFunction
     worked_example: Callable[[Row, float], str] | None = None
     """(row, a uniform number) -> a completion to imitate in a warm start; None: the task has none."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the tokenizer's chat template, for all rows."""
 
 
 def exact_match(completions: list[str], answer: list[Any], **_: Any) -> list[float]:
@@ -53,7 +55,7 @@ def final_answer(completions: list[str], answer: list[Any], **_: Any) -> list[fl
     return exact_match([text.rsplit("=", 1)[-1] for text in completions], answer)
 
 
-def arithmetic(config: TaskConfig, seed: int) -> Task:
+def arithmetic(config: ArithmeticConfig, seed: int) -> Task:
     """Sums of two two-digit numbers, such as "47+38=".
 
     The held-out problems share no pair of operands, in either order, with the others. A worked example adds the ones
@@ -80,13 +82,12 @@ def arithmetic(config: TaskConfig, seed: int) -> Task:
     return Task("arithmetic", [row(*p) for p in train], [row(*p) for p in held_out], final_answer, worked_example)
 
 
-def jsonl(config: TaskConfig, seed: int) -> Task:
+def jsonl(config: JsonlConfig, seed: int) -> Task:
     """Rows from task.path; held-out ones from task.eval_path, else eval_rows of them, drawn at random.
 
     Every row has every field of its file's rows, None where it was left out. Rows with equal prompts are all held out
     or all trained on.
     """
-    assert config.path is not None
     rows = _with_all_fields(read_jsonl(config.path, "task.path"))
     if config.eval_path is not None:
         held_out = _with_all_fields(read_jsonl(config.eval_path, "task.eval_path"))
@@ -126,7 +127,7 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _held_out(rows: list[Row], config: TaskConfig, seed: int) -> set[int]:
+def _held_out(rows: list[Row], config: JsonlConfig, seed: int) -> set[int]:
     """Places of the held-out rows: whole sets of equal prompts in random order, each that still fits in eval_rows."""
     twins: dict[str, list[int]] = {}
     for i in permutation(len(rows), seed, SPLIT_PURPOSE).tolist():
@@ -171,4 +172,8 @@ def check_answers(reward: RewardFunction, rows: Sequence[Row]) -> None:
 
 
 def make_task(config: TaskConfig, seed: int) -> Task:
-    return {"arithmetic": arithmetic, "jsonl": jsonl}[config.kind](config, seed)
+    """The task that the configuration names. Raises ConfigError if its rows cannot be read or split."""
+    if isinstance(config, JsonlConfig):
+        return replace(jsonl(config, seed), chat_template_kwargs=config.chat_template_kwargs)
+    assert isinstance(config, ArithmeticConfig)
+    return arithmetic(config, seed)

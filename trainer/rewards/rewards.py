@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rollout import RolloutError, RolloutGroup
-from trainer.config import RewardConfig
+from trainer.config import CustomRewardConfig, RewardConfig
 from trainer.data.rows import SHUFFLE_PURPOSE, Row, permutation
 from trainer.data.tasks import RewardFunction, Task, check_answers, exact_match, numeric
 from trainer.rewards.code import users_code
@@ -22,8 +22,7 @@ _SHOWN = 500
 
 def make_reward(config: RewardConfig, task: Task) -> RewardFunction:
     """The reward function that the configuration names."""
-    if config.kind == "custom":
-        assert config.path is not None
+    if isinstance(config, CustomRewardConfig):
         return load_reward(config.path)
     return {"task": task.reward, "exact_match": exact_match, "numeric": numeric}[config.kind]
 

@@ -26,11 +26,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rollout.manifest import NAME as MANIFEST
-from rollout.manifest import find_damage, write_manifest
-from rollout.manifest import flush as _flush
-from rollout.manifest import flush_directory as _flush_directory
+from rollout.model import MANIFEST, find_damage, write_manifest
+from rollout.model import flush as _flush
+from rollout.model import flush_directory as _flush_directory
 from trainer.config import ConfigError
+from trainer.config.schema import options_with
 from trainer.optimizer import MasterAdamW, check_tensors
 from trainer.storage.writing import writing
 
@@ -227,7 +227,10 @@ def read_state(checkpoint: Path, trajectory: dict[str, Any]) -> TrainerState:
     """trainer.json, after checking that the run goes on as it began; ConfigError names a key that changed."""
     state = _checked_state(checkpoint, _read_raw(checkpoint))
     now = json.loads(json.dumps(trajectory))
-    for key in sorted((now.keys() | state.trajectory.keys()) - _PATHS):
+    keys = (now.keys() | state.trajectory.keys()) - _PATHS
+    # checkpoints of an earlier time have the keys of options that were not chosen, too
+    unused = {key for key in keys - now.keys() if options_with(key.partition(".")[0], key.partition(".")[2])}
+    for key in sorted(keys - unused):
         before, after = state.trajectory.get(key), now.get(key)
         if before != after:
             raise ConfigError(f"{key}: the run began with {before!r} and would go on with {after!r}; use the first")

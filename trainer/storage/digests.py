@@ -10,7 +10,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from trainer.config import ConfigError, TrainerConfig
+from trainer.config import ConfigError, CustomRewardConfig, JsonlConfig, TrainerConfig
 from trainer.data.rows import Row
 from trainer.data.tasks import Task
 from trainer.rewards.loading import REWARD_MODULE
@@ -38,7 +38,7 @@ _INSTALLED = {"site-packages", "dist-packages"}
 def task_contents(config: TrainerConfig, task: Task) -> dict[str, str]:
     """Digests of the rows, and of a custom reward's source."""
     contents = {"training data": rows_digest(task.train_rows), "held-out data": rows_digest(task.eval_rows)}
-    if config.reward.path is not None:
+    if isinstance(config.reward, CustomRewardConfig):
         contents["reward"] = reward_digest(config.reward.path)
     return contents
 
@@ -70,7 +70,7 @@ def check_contents(config: TrainerConfig, began: Mapping[str, str] | None, now: 
 
 
 def _key(config: TrainerConfig, name: str) -> str:
-    if name == "held-out data" and config.task.eval_path is not None:
+    if name == "held-out data" and isinstance(config.task, JsonlConfig) and config.task.eval_path is not None:
         return "task.eval_path"
     return {"data": "task.path", "reward": "reward.path", "model": "model.path"}[_GROUPS[name]]
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from rollout.manifest import flush_directory
+from rollout.model import flush_directory
 from trainer.config import ConfigError
 from trainer.storage import checkpoint
 from trainer.storage.writing import writing

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from rollout import EngineStats, RolloutEngine, RolloutGroup
-from rollout.forward.scoring import TokenScores
-from rollout.memory.device import peak_bytes
+from rollout.forward import TokenScores
+from rollout.memory import peak_bytes
 from trainer.algorithm.batch import TrainingBatch
 from trainer.algorithm.losses import PolicyLoss
 from trainer.tracking.tracking import Metrics

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, cast
 
-from trainer.config import TrackingConfig
+from trainer.config import TrackingConfig, WandbConfig
 from trainer.storage.writing import writing
 
 logger = logging.getLogger(__name__)
@@ -29,11 +29,12 @@ class Tracker(Protocol):
 class WandbTracker:
     """Weights & Biases, offline unless the configuration says online."""
 
-    def __init__(self, config: TrackingConfig, run_dir: Path, name: str, values: dict[str, Any]) -> None:
+    def __init__(self, config: WandbConfig, run_dir: Path, name: str, values: dict[str, Any]) -> None:
         os.environ.setdefault("WANDB_SILENT", "true")
         import wandb
 
         self._wandb = wandb
+        self._num_completions = config.completions
         mode = cast(Literal["online", "offline", "disabled"], config.mode)
         self._run = wandb.init(project=config.project, name=name, dir=run_dir, mode=mode, config=values)
 
@@ -41,6 +42,9 @@ class WandbTracker:
         self._run.log({f"train/{name}": value for name, value in metrics.items()}, step=step)
 
     def log_completions(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        rows = rows[: self._num_completions]
+        if not rows:
+            return
         columns = list(rows[0])
         table = self._wandb.Table(columns=columns, data=[[row[column] for column in columns] for row in rows])
         self._run.log({"completions": table}, step=step)
@@ -84,7 +88,7 @@ class SafeTracker:
 
 def make_tracker(config: TrackingConfig, run_dir: Path, name: str, values: dict[str, Any] | None) -> SafeTracker:
     """The configured tracker; one that cannot start is a warning. values: the run's settings; None: nothing to log."""
-    if config.kind == "none" or values is None:
+    if not isinstance(config, WandbConfig) or values is None:
         return SafeTracker(None)
     try:
         return SafeTracker(WandbTracker(config, run_dir, name, values))

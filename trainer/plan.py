@@ -1,4 +1,4 @@
-"""`python -m rollout.plan model=DIR gpu=80GiB`: will it fit? From a model's configuration alone, without weights.
+"""`python -m trainer.plan model=DIR gpu=80GiB`: will it fit? From a model's configuration alone, without weights.
 
 Exit status: 0 it fits, 1 it does not, 2 an option that cannot be used, or not one KV block fits.
 """
@@ -10,16 +10,25 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
-from rollout.config import RolloutConfig, SamplingParams
-from rollout.errors import RolloutError
-from rollout.memory.device import device_bytes, pool_size
-from rollout.memory.estimate import rollout_peak, score_and_backward, skeleton, training_peak, widest_pack
-from rollout.memory.ledger import Ledger, TrainingBytes, build_ledger, parse_bytes, show_bytes
-from rollout.model import loading
-from rollout.model.kv_cache import LayerGroup
-from rollout.model.loading import default_dtype, longest_sequence, resolve_device
+from rollout import RolloutConfig, RolloutError, SamplingParams
+from rollout.memory import (
+    Ledger,
+    TrainingPeak,
+    device_bytes,
+    parse_bytes,
+    pool_size,
+    rollout_peak,
+    score_and_backward,
+    show_bytes,
+    skeleton,
+    training_peak,
+    widest_pack,
+)
+from rollout.model import LayerGroup, default_dtype, longest_sequence, model_shapes, read_config, resolve_device
+from trainer.memory import build_ledger
+from trainer.optimizer import MasterAdamW, OptimizerBytes
 
-USAGE = "python -m rollout.plan model=DIR [gpu=80GiB] [fraction=0.35] [context=8192] [prompt=2048] [n=16] ..."
+USAGE = "python -m trainer.plan model=DIR [gpu=80GiB] [fraction=0.35] [context=8192] [prompt=2048] [n=16] ..."
 
 
 @dataclass(frozen=True)
@@ -79,14 +88,14 @@ def _convert(name: str, value: str, kind: object) -> object:
     return number
 
 
-def read_config(path: str) -> PretrainedConfig:
+def find_config(path: str) -> PretrainedConfig:
     """A model's configuration from its directory, or from a JSON file."""
     found = Path(path).expanduser()
     if not (found / "config.json").is_file() and not found.is_file():
         raise RolloutError(f"model={path}: neither a directory with a config.json nor such a file")
     try:
-        config = loading.read_config(found)
-        loading.model_shapes(config, found)
+        config = read_config(found)
+        model_shapes(config, found)
     except RolloutError as error:
         raise RolloutError(f"model={path}: not a model's configuration: {error}") from error
     return config
@@ -118,7 +127,7 @@ def rollouts_that_fit(num_blocks: int, block_size: int, prompt: int, context: in
 
 def make_plan(options: PlanOptions) -> Plan:
     """Work out a plan. Raises RolloutError if an option cannot be used, or if not one KV block fits."""
-    model_config = read_config(options.model)
+    model_config = find_config(options.model)
     device = torch.device("cuda") if options.gpu else resolve_device("auto")
     total = parse_bytes(options.gpu) if options.gpu else device_bytes(device)
     config = RolloutConfig(
@@ -137,9 +146,9 @@ def make_plan(options: PlanOptions) -> Plan:
     dtype = wanted if config.dtype == "auto" else getattr(torch, config.dtype)
     layer = LayerGroup.of(model_config, dtype)
     num_blocks = pool_size(config, layer, context, total)
-    num_parameters = sum(p.numel() for p in skeleton(model_config, dtype).parameters())
+    parameters = list(skeleton(model_config, dtype).parameters())
     ledger = build_ledger(
-        weights=num_parameters * dtype.itemsize,
+        weights=sum(p.nbytes for p in parameters),
         pool=(num_blocks + 1) * config.block_size * layer.bytes_per_token(),
         rollout_activations=rollout_peak(
             model_config,
@@ -153,7 +162,8 @@ def make_plan(options: PlanOptions) -> Plan:
             exact=True,
             device=device,
         ),
-        training=_training_bytes(options, model_config, dtype, device, layer, num_parameters, prompt, context - prompt),
+        training=_training_peak(options, model_config, dtype, device, layer, prompt, context - prompt),
+        optimizer=MasterAdamW.bytes_for(parameters) if options.training else OptimizerBytes(),
         capacity=total,
     )
     return Plan(
@@ -165,20 +175,19 @@ def make_plan(options: PlanOptions) -> Plan:
     )
 
 
-def _training_bytes(
+def _training_peak(
     options: PlanOptions,
     model_config: PretrainedConfig,
     dtype: torch.dtype,
     device: torch.device,
     layer: LayerGroup,
-    num_parameters: int,
     prompt: int,
     new: int,
-) -> TrainingBytes:
-    """AdamW on fp32 masters over packs of full-length rollouts."""
+) -> TrainingPeak:
+    """Forward and backward over packs of full-length rollouts."""
     if not options.training:
-        return TrainingBytes()
-    peak = training_peak(
+        return TrainingPeak()
+    return training_peak(
         model_config,
         dtype,
         widest_pack(layer, prompt, new, options.n, 1 << 30, options.micro_batch_tokens, exact=True),
@@ -187,12 +196,6 @@ def _training_bytes(
         gradient_checkpointing=options.gradient_checkpointing,
         accumulated=True,
         device=device,
-    )
-    return TrainingBytes(
-        masters=4 * num_parameters if dtype != torch.float32 else 0,
-        moments=8 * num_parameters,
-        gradients=peak.gradients,
-        activations=peak.activations,
     )
 
 
