@@ -12,6 +12,7 @@ if TYPE_CHECKING:
         pool_size,
         reset_peak,
         sized_for,
+        synchronize,
         trim,
         used_bytes,
     )
@@ -40,6 +41,7 @@ __all__ = [
     "show_bytes",
     "sized_for",
     "skeleton",
+    "synchronize",
     "training_peak",
     "trim",
     "used_bytes",
@@ -56,6 +58,7 @@ __getattr__ = importer(
             "pool_size",
             "reset_peak",
             "sized_for",
+            "synchronize",
             "trim",
             "used_bytes",
         ),

@@ -30,6 +30,12 @@ def device_bytes(device: torch.device) -> int:
     return min(total, int(limit)) if limit.isdigit() else total
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what it was given; a CPU always has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def pool_size(config: RolloutConfig, group: LayerGroup, max_model_len: int, total: int) -> int:
     """Blocks in the pool: num_blocks, else what memory_fraction allows or max_num_seqs sequences need, if less.
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from rollout.memory import synchronize
+
 
 @dataclass
 class PhaseTimer:
@@ -15,7 +17,7 @@ class PhaseTimer:
     step: dict[str, float] = field(default_factory=dict)
     total: dict[str, float] = field(default_factory=dict)
     waits_for: torch.device | None = None
-    """A CUDA device whose work a phase waits for before it ends; None: what a phase has begun may end in the next."""
+    """A device whose work a phase waits for before it ends; None: what a phase has begun may end in the next."""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -23,8 +25,8 @@ class PhaseTimer:
         try:
             yield
         finally:
-            if self.waits_for is not None and self.waits_for.type == "cuda":
-                torch.cuda.synchronize(self.waits_for)
+            if self.waits_for is not None:
+                synchronize(self.waits_for)
             spent = time.perf_counter() - began
             for seconds in (self.step, self.total):
                 seconds[name] = seconds.get(name, 0.0) + spent
