@@ -113,6 +113,17 @@ def test_a_changed_key_is_named(tmp_path: Path, now: dict[str, Any], named: str)
         checkpoint.read_state(saved, now)
 
 
+def test_keys_of_options_that_were_not_chosen_hold_up_no_resume(tmp_path: Path) -> None:
+    """Checkpoints had them once, when every option had all keys of its group."""
+    saved = _save(tmp_path, 1, *_stepped("llama", torch.float32))
+    state = json.loads((saved / "trainer.json").read_text())
+    before = KEYS | {"model.kind": "tiny", "model.path": None, "task.path": None, "task.chat_template_kwargs": {}}
+    (saved / "trainer.json").write_text(json.dumps(state | {"trajectory": before}))
+    assert checkpoint.read_state(saved, KEYS | {"model.kind": "tiny"}).step == 1
+    with pytest.raises(ConfigError, match=r"^model\.kind: the run began with 'tiny' and would go on with 'hf'"):
+        checkpoint.read_state(saved, KEYS | {"model.kind": "hf"})
+
+
 def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
     saved = _save(tmp_path, 1, *_stepped("llama", torch.float32))
     state = json.loads((saved / "trainer.json").read_text())
