@@ -42,7 +42,7 @@ TRIES = 5
 STEP, UNCOUNTED = "step", "uncounted"
 RANGES: list[tuple[Any, str, str]] = [
     (Scheduler, "schedule", "scheduler"),
-    (runner.ModelRunner, "_plan", "scheduler"),
+    (runner.ModelRunner, "prepare", "scheduler"),
     (runner, "sample", "sampling"),
     (views, "_cached_attention", "attention"),
     (FusedLinear, "forward", "products"),

@@ -24,6 +24,7 @@ from rollout.model import (
     tiny_tokenizer,
     training_view,
 )
+from rollout_kernels.ops import choose
 from trainer.config import ConfigError, HFModelConfig, TinyModelConfig, TrainerConfig, trajectory_keys
 from trainer.config.limits import check_device, check_limits
 from trainer.data.rendering import kept_prompts, render_rows, restore_prompts
@@ -122,6 +123,7 @@ def prepare(config: TrainerConfig) -> Run:
 
 def _prepare(config: TrainerConfig, folder: RunFolder) -> Run:
     device = check_device(config)
+    choose(device, torch.float32)  # kernels that are asked for and not there are refused first
     found, state = _check_resume(config, folder.path)
     began = None if state is None else state.contents
     task = make_task(config.task, config.seed)
