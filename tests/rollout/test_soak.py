@@ -186,7 +186,7 @@ def resident_bytes() -> int:
 @pytest.mark.parametrize("num_calls", [99, pytest.param(300, marks=pytest.mark.slow)])
 def test_blocks_come_back_after_each_call_and_memory_does_not_grow(num_calls: int) -> None:
     tests = Path(__file__).resolve().parents[1]
-    path = os.pathsep.join([str(tests), str(tests.parent)])
+    path = os.pathsep.join(map(str, [tests, tests.parent, tests.parent / "kernels"]))
     command = [sys.executable, __file__, str(num_calls)]
     environment = os.environ | {"PYTHONPATH": path}
     script = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
