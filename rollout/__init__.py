@@ -6,9 +6,8 @@ groups = generate_rollouts(["12+34="], n=16, model="path/to/model", seed=0)
 Names are imported when they are first asked for, so that `import rollout.schedule` brings no torch.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING
-
-from rollout.lazy import importer
 
 if TYPE_CHECKING:
     from rollout.api import generate_rollouts, use_engine
@@ -36,19 +35,23 @@ __all__ = [
     "use_engine",
 ]
 
-__getattr__ = importer(
-    __name__,
-    {
-        "rollout.api": ("generate_rollouts", "use_engine"),
-        "rollout.config": ("RolloutConfig", "SamplingParams"),
-        "rollout.engine.chat": ("ChatPrompt",),
-        "rollout.engine.engine": ("RolloutEngine",),
-        "rollout.engine.handles": ("RolloutHandle",),
-        "rollout.engine.stats": ("EngineStats",),
-        "rollout.errors": ("ExactnessError", "RolloutError"),
-        "rollout.types": ("Rollout", "RolloutGroup", "TokenEvent"),
-    },
-)
+_HOMES = {
+    "rollout.api": ("generate_rollouts", "use_engine"),
+    "rollout.config": ("RolloutConfig", "SamplingParams"),
+    "rollout.engine.chat": ("ChatPrompt",),
+    "rollout.engine.engine": ("RolloutEngine",),
+    "rollout.engine.handles": ("RolloutHandle",),
+    "rollout.engine.stats": ("EngineStats",),
+    "rollout.errors": ("ExactnessError", "RolloutError"),
+    "rollout.types": ("Rollout", "RolloutGroup", "TokenEvent"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'rollout' has no attribute {name!r}")
+    return getattr(import_module(_HOME_OF[name]), name)
 
 
 def __dir__() -> list[str]:

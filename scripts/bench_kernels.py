@@ -32,6 +32,8 @@ from rollout_kernels.reference import OPERATIONS as REFERENCE
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16)
+TURNS = 2_000_000
+"""Of multiply-adds in registers: some milliseconds."""
 AVX2_ONLY = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
 
 
@@ -171,16 +173,20 @@ def row_cases(dtype: torch.dtype) -> Iterator[Case]:
         yield Case("draw 32 of 8192", dtype, *runs, num_bytes=4.0 * z.numel())
 
 
-def multiply_in_registers(dtype: torch.dtype) -> float:
+def multiply_in_registers(dtype: torch.dtype, turns: int = TURNS) -> float:
     """Computes as fast as the machine can; returns how many flops that were."""
-    flops = kernels().library.multiply_in_registers(2_000_000, torch.get_num_threads(), dtype == torch.bfloat16)
-    return float(flops)
+    return float(kernels().library.multiply_in_registers(turns, torch.get_num_threads(), dtype == torch.bfloat16))
+
+
+def register_flops(dtype: torch.dtype) -> float:
+    """What `multiply_in_registers` returns, without its work."""
+    return TURNS * multiply_in_registers(dtype, turns=1)
 
 
 def matrix_rate(dtype: torch.dtype, tries: int) -> float:
     """GF/s of multiply-adds in registers, at best."""
     (seconds,) = best_seconds(partial(multiply_in_registers, dtype), tries=tries)
-    return multiply_in_registers(dtype) / seconds / 1e9
+    return register_flops(dtype) / seconds / 1e9
 
 
 def read_bandwidth(megabytes: int, tries: int) -> float:
@@ -193,10 +199,12 @@ def measure(case: Case, bandwidth: float, tries: int) -> Figure:
     """Every side of a case in turn, beside the machine's matrix rate where it multiplies."""
     runs = [case.native, case.torch]
     if case.flops:
-        runs += [partial(multiply_in_registers, case.dtype)] + [case.in_float32] * (case.in_float32 is not None)
+        runs.append(partial(multiply_in_registers, case.dtype))
+    if case.in_float32 is not None:
+        runs.append(case.in_float32)
     ours, torchs, *others = np.array(seconds_in_turn(*runs, tries=tries)).T
     work = (case.flops or case.num_bytes) / 1e9
-    machine = multiply_in_registers(case.dtype) / others[0] / 1e9 if case.flops else bandwidth
+    machine = register_flops(case.dtype) / others[0] / 1e9 if case.flops else bandwidth
     return Figure(
         name=case.name,
         dtype=str(case.dtype).removeprefix("torch."),

@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 
 from rollout import generate_rollouts
 from rollout.model.builtin import tiny_tokenizer
+from rollout_kernels.cache import cache_directory
 
 Digests = dict[str, str]
 
@@ -108,11 +109,10 @@ def record(family: str, dtype: str, kernels: str) -> Digests:
     """A trajectory in a process and a folder of its own."""
     root = Path(__file__).resolve().parents[1]
     with tempfile.TemporaryDirectory() as folder:
-        kept = os.environ.get("COWROLL_CACHE") or str(Path.home() / ".cache" / "cowroll")
-        cache = Path(folder) / "cache"
+        cache, kept = Path(folder) / "cache", cache_directory() / "kernels"
         cache.mkdir()
-        if (Path(kept) / "kernels").exists():  # compiled once; the warm start is made anew
-            (cache / "kernels").symlink_to(Path(kept) / "kernels")
+        if kept.exists():  # compiled once; the warm start is made anew
+            (cache / "kernels").symlink_to(kept.absolute())
         environment = os.environ | {
             "COWROLL_KERNELS": kernels, "COWROLL_CACHE": str(cache), "OMP_NUM_THREADS": "2",
             "PYTHONPATH": os.pathsep.join([str(root), str(root / "kernels")]), "HF_HUB_OFFLINE": "1",

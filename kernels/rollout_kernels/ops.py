@@ -62,7 +62,7 @@ class Backend:
         return self.device == device_type and dtype in self.dtypes
 
 
-BACKENDS: tuple[Backend, ...] = (Backend("cpu", "cpu", (torch.float32, torch.bfloat16), cpu.identity, cpu.OPERATIONS),)
+BACKENDS: tuple[Backend, ...] = (Backend("cpu", "cpu", cpu.DTYPES, cpu.identity, cpu.OPERATIONS),)
 """The best first."""
 
 _AUTO, _REFERENCE, _NATIVE = ("", "auto"), ("torch", "reference"), "native"

@@ -60,7 +60,7 @@ class ForwardInputs:
     spans: which rows attend which KV.
     logit_rows: [L], the rows whose logits are taken: the last of each chunk that completes, in order; padding repeats
         row 0.
-    draws: of the completions whose chunks complete, in order, then of the forks, whose logits are stored already.
+    draws: in the order of `drawing`; the logits of forks are stored already.
     """
 
     ids: Ints
@@ -72,6 +72,11 @@ class ForwardInputs:
     spans: list[QuerySpan]
     logit_rows: Ints
     draws: Draws
+
+
+def drawing(chunks: Seq[Chunk], forks: Seq[Sequence]) -> list[Sequence]:
+    """Who draws a token: completions whose chunks complete, in order, then forks."""
+    return [chunk.sequence for chunk in chunks if chunk.completes and not chunk.sequence.is_prompt] + list(forks)
 
 
 def prepare(
@@ -88,7 +93,6 @@ def prepare(
     completed = [int(end) - 1 for chunk, end in zip(chunks, starts[1:], strict=True) if chunk.completes]
     # somebody must be asked for logits even if no prompt is through yet
     logit_rows = completed + [0] * (round_up(max(len(completed), 1), row_multiple) - len(completed))
-    drawing = [chunk.sequence for chunk in chunks if chunk.completes and not chunk.sequence.is_prompt]
     return ForwardInputs(
         ids=ids,
         table_rows=table[0],
@@ -98,7 +102,7 @@ def prepare(
         write_rows=cache.rows(blocks, positions).reshape(-1),
         spans=_attention_spans(chunks, starts, cache, group_siblings),
         logit_rows=np.array(logit_rows, np.int64),
-        draws=Draws.of([*drawing, *forks]),
+        draws=Draws.of(drawing(chunks, forks)),
     )
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rollout.errors import RolloutError
-from rollout.forward.inputs import ForwardInputs, prepare
+from rollout.forward.inputs import ForwardInputs, drawing, prepare
 from rollout.forward.sampler import SampledTokens, sample
 from rollout.model.kv_cache import KVCache
 from rollout.model.views import AttentionContext, raw_logits
@@ -50,17 +50,17 @@ class ModelRunner:
         if batch.copies:
             self.cache.copy_blocks(batch.copies)
         completing = [c.sequence for c in batch.chunks if c.completes]
-        drawing = [sequence for sequence in completing if not sequence.is_prompt] + batch.forks
+        draws = drawing(batch.chunks, batch.forks)
         inputs = self.prepare(batch.chunks, batch.forks)
         logits = self.execute(inputs) if batch.chunks else None
         prefilled: list[tuple[Sequence, Tensor]] = []
-        if drawing != completing:
+        if draws != completing:
             rows: dict[Sequence, Tensor] = {} if logits is None else dict(zip(completing, logits, strict=False))
             prefilled = [(sequence, rows[sequence].clone()) for sequence in completing if sequence.is_prompt]
             rows |= {fork: self._first_logits(fork) for fork in batch.forks}
-            drawn = [rows[sequence] for sequence in drawing]
+            drawn = [rows[sequence] for sequence in draws]
             logits = pad_rows(torch.stack(drawn), self.row_multiple) if drawn else None
-        if not drawing or logits is None:
+        if not draws or logits is None:
             return [], None, prefilled
         sampled = sample(logits, inputs.draws, self.view.ops)
         if not bool(sampled.raw_logprobs.isfinite().all()):
@@ -68,7 +68,7 @@ class ModelRunner:
             raise RolloutError("the model's logits are not finite: its weights are broken, or its dtype is too narrow")
         slots, positions = self._on_device(inputs.draws.slots), self._on_device(inputs.draws.positions)
         self._tokens[slots, positions] = sampled.ids.int()
-        return drawing, sampled, prefilled
+        return draws, sampled, prefilled
 
     def copy_tokens(self, source: int, destination: int, start: int, end: int) -> None:
         """A sequence was forked: what slot `source` has drawn at positions start .. end - 1 is the fork's too."""

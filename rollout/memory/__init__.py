@@ -1,30 +1,25 @@
 """What memory there is, what will be taken of it, and what was."""
 
-from typing import TYPE_CHECKING
-
-from rollout.lazy import importer
-
-if TYPE_CHECKING:
-    from rollout.memory.device import (
-        device_bytes,
-        in_process,
-        peak_bytes,
-        pool_size,
-        reset_peak,
-        sized_for,
-        synchronize,
-        trim,
-        used_bytes,
-    )
-    from rollout.memory.estimate import (
-        TrainingPeak,
-        rollout_peak,
-        score_and_backward,
-        skeleton,
-        training_peak,
-        widest_pack,
-    )
-    from rollout.memory.ledger import Ledger, LedgerRow, parse_bytes, show_bytes
+from rollout.memory.device import (
+    device_bytes,
+    in_process,
+    peak_bytes,
+    pool_size,
+    reset_peak,
+    sized_for,
+    synchronize,
+    trim,
+    used_bytes,
+)
+from rollout.memory.estimate import (
+    TrainingPeak,
+    rollout_peak,
+    score_and_backward,
+    skeleton,
+    training_peak,
+    widest_pack,
+)
+from rollout.memory.ledger import Ledger, LedgerRow, parse_bytes, show_bytes
 
 __all__ = [
     "Ledger",
@@ -47,29 +42,3 @@ __all__ = [
     "used_bytes",
     "widest_pack",
 ]
-
-__getattr__ = importer(
-    __name__,
-    {
-        "rollout.memory.device": (
-            "device_bytes",
-            "in_process",
-            "peak_bytes",
-            "pool_size",
-            "reset_peak",
-            "sized_for",
-            "synchronize",
-            "trim",
-            "used_bytes",
-        ),
-        "rollout.memory.estimate": (
-            "TrainingPeak",
-            "rollout_peak",
-            "score_and_backward",
-            "skeleton",
-            "training_peak",
-            "widest_pack",
-        ),
-        "rollout.memory.ledger": ("Ledger", "LedgerRow", "parse_bytes", "show_bytes"),
-    },
-)

@@ -112,7 +112,7 @@ def training_peak(
     """Peak of `backward(view, pack)` on the device: one micro-batch's forward and backward through a training view.
 
     accumulated: whether an earlier micro-batch has left its gradients, so that all of them are there throughout.
-    Layers are alike, so a deep model is tried at two depths and the rest is drawn on from there.
+    Layers are alike, so a deep model is tried at two depths and the rest is extrapolated.
     """
     depth = int(config.num_hidden_layers)
 
@@ -131,10 +131,10 @@ def training_peak(
     everything = sum(4 * p.numel() for p in skeleton(config, dtype).parameters())
     low, high = (at(num_layers) for num_layers in _DEPTHS)
 
-    def drawn_on(a: int, b: int) -> int:
+    def extrapolated(a: int, b: int) -> int:
         return b + (b - a) * (depth - _DEPTHS[1]) // (_DEPTHS[1] - _DEPTHS[0])
 
-    peak = TrainingPeak(drawn_on(low.activations, high.activations), drawn_on(low.gradients, high.gradients))
+    peak = TrainingPeak(extrapolated(low.activations, high.activations), extrapolated(low.gradients, high.gradients))
     # the end of the backward, with every gradient, may be higher than where shallow models have their peak
     return peak if peak.activations + peak.gradients >= everything else TrainingPeak(0, everything)
 

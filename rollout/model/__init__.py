@@ -1,25 +1,20 @@
 """The model as the engine runs it: read from disk, views over the caller's tensors, KV storage."""
 
-from typing import TYPE_CHECKING
-
-from rollout.lazy import importer
-
-if TYPE_CHECKING:
-    from rollout.manifest import MANIFEST, find_damage, flush, flush_directory, write_manifest
-    from rollout.model.builtin import build_tiny, tiny_config, tiny_tokenizer
-    from rollout.model.files import find_directory
-    from rollout.model.kv_cache import LayerGroup
-    from rollout.model.loading import (
-        check_directory,
-        default_dtype,
-        load_model,
-        load_tokenizer,
-        longest_sequence,
-        model_shapes,
-        read_config,
-        resolve_device,
-    )
-    from rollout.model.views import training_view
+from rollout.manifest import MANIFEST, find_damage, flush, flush_directory, write_manifest
+from rollout.model.builtin import build_tiny, tiny_config, tiny_tokenizer
+from rollout.model.files import find_directory
+from rollout.model.kv_cache import LayerGroup
+from rollout.model.loading import (
+    check_directory,
+    default_dtype,
+    load_model,
+    load_tokenizer,
+    longest_sequence,
+    model_shapes,
+    read_config,
+    resolve_device,
+)
+from rollout.model.views import training_view
 
 __all__ = [
     "MANIFEST",
@@ -42,24 +37,3 @@ __all__ = [
     "training_view",
     "write_manifest",
 ]
-
-__getattr__ = importer(
-    __name__,
-    {
-        "rollout.manifest": ("MANIFEST", "find_damage", "flush", "flush_directory", "write_manifest"),
-        "rollout.model.builtin": ("build_tiny", "tiny_config", "tiny_tokenizer"),
-        "rollout.model.files": ("find_directory",),
-        "rollout.model.kv_cache": ("LayerGroup",),
-        "rollout.model.loading": (
-            "check_directory",
-            "default_dtype",
-            "load_model",
-            "load_tokenizer",
-            "longest_sequence",
-            "model_shapes",
-            "read_config",
-            "resolve_device",
-        ),
-        "rollout.model.views": ("training_view",),
-    },
-)

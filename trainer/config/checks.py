@@ -12,7 +12,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rollout import RolloutError, SamplingParams
-from trainer.config.schema import OPTIONS, ConfigError, TrainerConfig, every_key, options_with
+from trainer.config.schema import OPTIONS, ConfigError, TrainerConfig, default_option, every_key, options_with
 
 # a rollout is a function of its own inputs, so the engine's sizes change its speed and nothing else
 _ROLLOUT_SIZES = {
@@ -78,10 +78,9 @@ def _chosen_options(raw: DictConfig) -> dict[str, Any]:
     for group, options in OPTIONS.items():
         given = OmegaConf.to_container(raw[group], resolve=True) if group in raw else {}
         assert isinstance(given, dict)
-        default = getattr(TrainerConfig(), group).kind
-        kind = given.get("kind", default)
+        kind = given.get("kind", MISSING)
         if kind == MISSING:
-            kind = default  # refused below, with every other key that has no value
+            kind = default_option(group)  # one that is left open is refused below, with every other such key
         if not isinstance(kind, str) or kind not in options:
             raise ConfigError(f"{group}.kind={kind!r}: use one of {', '.join(options)}")
         for key, value in given.items():

@@ -8,8 +8,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 
-from trainer.config import ConfigError, TrainerConfig, text_keys
-from trainer.config.schema import OPTIONS, every_key, options_with
+from trainer.config import ConfigError, text_keys
+from trainer.config.schema import OPTIONS, default_option, every_key, options_with
 
 _OWN_KEYS = ("name", "run_dir", "resume")
 
@@ -52,7 +52,7 @@ def _needs_adding(key: str, free: set[str], chosen: Mapping[str, str]) -> bool:
     owners = options_with(group, name)
     if owners:
         kind = chosen.get(group, "")
-        kind = kind if kind in OPTIONS[group] else getattr(TrainerConfig(), group).kind
+        kind = kind if kind in OPTIONS[group] else default_option(group)
         if kind not in owners:
             return True
     return key.startswith(tuple(f"{open_key}." for open_key in free))

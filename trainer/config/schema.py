@@ -202,6 +202,12 @@ OPTIONS: dict[str, dict[str, type]] = {
 """The groups whose options have keys of their own: what an option's keys are, by the group's `kind`."""
 
 
+def default_option(group: str) -> str:
+    """The option that a group has where none is named."""
+    kind: str = getattr(TrainerConfig(), group).kind
+    return kind
+
+
 def every_key(node: type = TrainerConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Every key that some option has, by its full name, with its type; the same key once for each option."""
     for name, kind in get_type_hints(node).items():
