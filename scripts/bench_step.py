@@ -81,7 +81,7 @@ def make_trainer(engine: RolloutEngine, workload: Workload, micro_batch_tokens: 
 def verify(trainer: Trainer, workload: Workload) -> None:
     """Step 0, before the clock starts: the trainer sees the generator's log-probs."""
     engine = trainer.engine
-    limit = 0.0 if engine.exact else TOLERANCE[engine.dtype]
+    limit = 0.0 if engine.numerics.exact else TOLERANCE[engine.dtype]
     result = trainer.step(0)
     check_groups(result.groups, workload.n, workload.counts)
     gap = result.metrics["sampling/sampling_logp_difference/mean"]
@@ -121,8 +121,8 @@ def main(arguments: list[str] | None = None) -> None:
         | {"micro_batch_tokens": args.micro_batch_tokens, "peers": dict(args.peer)},
         "machine": machine(engine),
         "completion_tokens": workload.completion_tokens,
-        "exact": engine.exact,
-        "exact_reason": engine.exact_reason,
+        "exact": engine.numerics.exact,
+        "exact_reason": engine.numerics.reason,
         "sides": sides,
         "ratios": ratios(sides, KEY, more_is_better=False),
     }

@@ -261,7 +261,7 @@ def main(arguments: list[str] | None = None) -> None:
         "benchmark": "profile",
         "settings": settings(workload, engine),
         "machine": machine(engine) | {"bytes_per_second": bandwidth, "flops_per_second": rate},
-        "exact": engine.exact,
+        "exact": engine.numerics.exact,
         "phases": phases,
     }
     print_phases(phases, bandwidth, rate)

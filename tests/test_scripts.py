@@ -226,7 +226,7 @@ def test_a_step_moves_the_weights_once(directory: Path) -> None:
         assert engine.policy_version == 2
         assert not torch.equal(before, engine.module.get_output_embeddings().weight)
         other = tiny_models.random_model("qwen3", seed=1, vocab_size=tiny_models.TEXT_VOCAB)
-        trainer.policy = training_view(other, exact=engine.exact, gradient_checkpointing=False)
+        trainer.policy = training_view(other, engine.numerics, gradient_checkpointing=False)
         with pytest.raises(SystemExit, match="verification failed: the trainer's log-probs"):
             bench_step.verify(trainer, workload)
         trainer.optimizer.close()

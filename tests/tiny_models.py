@@ -27,6 +27,7 @@ from transformers import (
 )
 
 from rollout import RolloutConfig, RolloutEngine, RolloutGroup, SamplingParams
+from rollout.model import Numerics
 
 ARCHITECTURES = ("qwen3", "qwen2", "llama")
 VOCAB = 211
@@ -51,6 +52,10 @@ def small_engine(
     """An engine on the CPU with a pool of a few hundred blocks; `options` go to its RolloutConfig."""
     sizes: dict[str, Any] = {"device": "cpu", "num_blocks": 400, "max_num_seqs": 64}
     return RolloutEngine(model, tokenizer, RolloutConfig(**sizes | options))
+
+
+def numerics_of(model: PreTrainedModel, *, exact: bool = True) -> Numerics:
+    return Numerics.of(model.device, model.dtype, exact=exact)
 
 
 def greedy(max_new_tokens: int = 8, **options: Any) -> SamplingParams:

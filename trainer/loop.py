@@ -53,7 +53,7 @@ def train(run: Run) -> None:
 def _save(run: Run) -> None:
     config, engine, step = run.config, run.engine, run.whole_steps
     with run.timer.phase("checkpoint"):
-        chosen, kernels = trajectory_keys(config), engine.ops.identity
+        chosen, kernels = trajectory_keys(config), engine.numerics.ops.identity
         state = TrainerState(step, chosen, torch.get_num_threads(), kernels, run.contents)
         keep, optimizer = config.checkpoint.keep, run.trainer.optimizer
         save_checkpoint(run.run_dir, state, engine.module, run.tokenizer, optimizer, keep, run.prompts)

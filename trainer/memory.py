@@ -119,8 +119,7 @@ def plan_memory(
             shape.new,
             config.algorithm.group_size,
             sampling_params(config),
-            exact=engine.exact,
-            device=engine.device,
+            engine.numerics,
         ),
         training=_training_peak(config, engine, shape, reference is not None),
         capacity=device_bytes(engine.device),
@@ -150,7 +149,7 @@ def _training_peak(config: TrainerConfig, engine: RolloutEngine, shape: StepShap
         algorithm.group_size,
         algorithm.prompts_per_step,
         algorithm.micro_batch_tokens,
-        exact=engine.exact,
+        row_multiple=engine.numerics.row_multiple,
     )
 
     return training_peak(
@@ -158,10 +157,9 @@ def _training_peak(config: TrainerConfig, engine: RolloutEngine, shape: StepShap
         engine.dtype,
         pack,
         partial(score_and_backward, sampling=sampling_params(config), reference=reference),
-        exact=engine.exact,
+        engine.numerics,
         gradient_checkpointing=config.model.gradient_checkpointing,
         accumulated=step_tokens(shape.prompt) > algorithm.micro_batch_tokens,
-        device=engine.device,
     )
 
 

@@ -24,7 +24,15 @@ from rollout.memory import (
     training_peak,
     widest_pack,
 )
-from rollout.model import LayerGroup, default_dtype, longest_sequence, model_shapes, read_config, resolve_device
+from rollout.model import (
+    LayerGroup,
+    Numerics,
+    default_dtype,
+    longest_sequence,
+    model_shapes,
+    read_config,
+    resolve_device,
+)
 from trainer.memory import build_ledger
 from trainer.optimizer import MasterAdamW, OptimizerBytes
 
@@ -144,7 +152,7 @@ def make_plan(options: PlanOptions) -> Plan:
         raise RolloutError(f"prompt={prompt} leaves no room for a completion within context={context}")
     wanted = default_dtype(model_config.dtype, device)
     dtype = wanted if config.dtype == "auto" else getattr(torch, config.dtype)
-    layer = LayerGroup.of(model_config, dtype)
+    numerics, layer = Numerics.of(device, dtype), LayerGroup.of(model_config, dtype)
     num_blocks = pool_size(config, layer, context, total)
     parameters = list(skeleton(model_config, dtype).parameters())
     ledger = build_ledger(
@@ -159,10 +167,9 @@ def make_plan(options: PlanOptions) -> Plan:
             context - prompt,
             options.n,
             SamplingParams(),
-            exact=True,
-            device=device,
+            numerics,
         ),
-        training=_training_peak(options, model_config, dtype, device, layer, prompt, context - prompt),
+        training=_training_peak(options, model_config, dtype, numerics, layer, prompt, context - prompt),
         optimizer=MasterAdamW.bytes_for(parameters) if options.training else OptimizerBytes(),
         capacity=total,
     )
@@ -179,7 +186,7 @@ def _training_peak(
     options: PlanOptions,
     model_config: PretrainedConfig,
     dtype: torch.dtype,
-    device: torch.device,
+    numerics: Numerics,
     layer: LayerGroup,
     prompt: int,
     new: int,
@@ -190,12 +197,13 @@ def _training_peak(
     return training_peak(
         model_config,
         dtype,
-        widest_pack(layer, prompt, new, options.n, 1 << 30, options.micro_batch_tokens, exact=True),
+        widest_pack(
+            layer, prompt, new, options.n, 1 << 30, options.micro_batch_tokens, row_multiple=numerics.row_multiple
+        ),
         score_and_backward,
-        exact=True,
+        numerics,
         gradient_checkpointing=options.gradient_checkpointing,
         accumulated=True,
-        device=device,
     )
 
 

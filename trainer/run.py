@@ -148,8 +148,8 @@ def _prepare(config: TrainerConfig, folder: RunFolder) -> Run:
         engine = RolloutEngine(
             module, tokenizer, sized_for(config.rollout, module, shape.num_sequences, shape.prompt + shape.new)
         )
-    if state is not None and state.kernels != engine.ops.identity:
-        logger.warning("the run began with kernels %s and goes on with %s", state.kernels, engine.ops.identity)
+    if state is not None and state.kernels != engine.numerics.ops.identity:
+        logger.warning("the run began with kernels %s and goes on with %s", state.kernels, engine.numerics.ops.identity)
     optimizer = MasterAdamW(module.named_parameters(), config.optim)
     start = 0 if state is None else state.step
     if found is not None:
@@ -206,7 +206,7 @@ def _model_directory(config: TrainerConfig, task: Task, timer: PhaseTimer) -> Pa
 
 
 def _frozen_view(engine: RolloutEngine, reference: PreTrainedModel) -> PreTrainedModel:
-    return training_view(reference.requires_grad_(False), exact=engine.exact, gradient_checkpointing=False)
+    return training_view(reference.requires_grad_(False), engine.numerics, gradient_checkpointing=False)
 
 
 def _clean_generation_config(module: PreTrainedModel) -> None:

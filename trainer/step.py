@@ -144,7 +144,7 @@ class Trainer:
             engine.layer_group,
             engine.device,
             max_tokens=self.config.algorithm.micro_batch_tokens,
-            exact=engine.exact,
+            row_multiple=engine.numerics.row_multiple,
         )
         totals = StepTotals.of(groups)
         metrics = UpdateMetrics(totals.num_tokens)
@@ -173,7 +173,7 @@ class Trainer:
 
     def _forward(self, batch: TrainingBatch, totals: StepTotals) -> tuple[TokenScores, PolicyLoss]:
         scores = score_tokens(self.policy, batch.pack, self.sampling)
-        if not self.engine.exact:
+        if not self.engine.numerics.exact:
             # where the generator's log-probs are not the trainer's in every bit, the trainer's own take their place
             batch = replace(batch, old_logprobs=scores.logprobs.detach())
         if self.reference is not None:
@@ -183,10 +183,10 @@ class Trainer:
 
     def _hold_exactness(self, gap_max: float) -> None:
         """The probe is a sample: if a step shows a difference after all, refuse or fall back, and say so."""
-        if gap_max == 0.0 or not self.engine.exact:
+        if gap_max == 0.0 or not self.engine.numerics.exact:
             return
         reason = f"generator's and trainer's log-probs differ by up to {gap_max:.2g}"
         if self.config.rollout.exact == "require":
             raise ExactnessError(f"exact='require', but {reason}: use exact=auto to recompute log-probs")
         logger.warning("%s; from now on the trainer's own are used", reason)
-        self.engine.exact, self.engine.exact_reason = False, reason
+        self.engine.fall_back(reason)

@@ -21,6 +21,7 @@ from rollout.engine import encode_prompt
 from rollout.forward import build_pack, score_tokens
 from rollout.model import (
     LayerGroup,
+    Numerics,
     build_tiny,
     find_damage,
     flush,
@@ -155,7 +156,8 @@ def imitate(
     vocab_size, end = module.config.vocab_size, tokenizer.eos_token_id
     size = config.warm_start_batch_size
     layer = LayerGroup.of(module.config, module.dtype)
-    view = training_view(module, exact=False, gradient_checkpointing=False)
+    numerics = Numerics.of(module.device, module.dtype, exact=False)
+    view = training_view(module, numerics, gradient_checkpointing=False)
     for step in range(config.warm_start_steps):
         rows = stream.take(step * size, size)
         groups = []
@@ -163,7 +165,7 @@ def imitate(
             text = task.worked_example(row, float(uniform))
             completion = [*tokenizer(text, add_special_tokens=False)["input_ids"], end]
             groups.append((encode_prompt(row.prompt, tokenizer, vocab_size), [completion]))
-        pack = build_pack(groups, layer, module.device, exact=False)
+        pack = build_pack(groups, layer, module.device, row_multiple=numerics.row_multiple)
         loss = -score_tokens(view, pack, SamplingParams()).logprobs.mean()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step(learning_rate(optim, step, config.warm_start_steps))

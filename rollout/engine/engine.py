@@ -5,14 +5,13 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
 
-import torch
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rollout.config import RolloutConfig, SamplingParams
 from rollout.engine.calls import Call
-from rollout.engine.exactness import decide_exactness
+from rollout.engine.exactness import decide_numerics
 from rollout.engine.handles import RolloutHandle
 from rollout.engine.loop import EngineCore, WhileRunning
 from rollout.engine.prompts import Prompt
@@ -76,13 +75,13 @@ class RolloutEngine:
         parameter = next(self.module.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
         check_matches(config, self.device, self.dtype)
-        self.ops = choose(self.device, self.dtype)
+        choose(self.device, self.dtype)  # what cannot be met is refused first
         self.max_model_len = longest_sequence(config, self.module.config)
         self.end_token_ids = end_token_ids(self.module, tokenizer)
         self.layer_group = LayerGroup.of(self.module.config, self.dtype)
         num_blocks = pool_size(config, self.layer_group, self.max_model_len, device_bytes(self.device))
         limits = Limits(self.module.config.vocab_size, self.max_model_len, num_blocks, config.block_size)
-        self.exact, self.exact_reason = decide_exactness(self.module, self.layer_group, config, self.max_model_len)
+        self.numerics = decide_numerics(self.module, self.layer_group, config, self.max_model_len)
 
         self.pool = BlockPool(num_blocks, config.block_size)
         self.scheduler = Scheduler(
@@ -95,11 +94,10 @@ class RolloutEngine:
         self._limits = limits
         self._warned = False
         self._identity = identify(self.module)
-        self._num_threads = torch.get_num_threads()
-        warn_if_slow(self.ops, self.device, self.dtype, self._num_threads)
+        warn_if_slow(self.numerics.ops, self.device, self.dtype, self.numerics.num_threads)
         cache = KVCache(self.layer_group, num_blocks, config.block_size, self.device)
-        view = make_view(self.module, exact=self.exact, ops=self.ops)
-        runner = ModelRunner(view, cache, config.max_num_seqs, limits.max_len, exact=self.exact)
+        view = make_view(self.module, self.numerics)
+        runner = ModelRunner(view, cache, config.max_num_seqs, limits.max_len)
         watch, special = WeightWatch(self.module), config.skip_special_tokens
         self._core = EngineCore(self.scheduler, runner, watch, tokenizer, self.end_token_ids, special)
 
@@ -305,9 +303,12 @@ class RolloutEngine:
     @own_torch_state()
     def training_view(self, *, gradient_checkpointing: bool = False) -> PreTrainedModel:
         """The module that a loss runs through to see this engine's log-probs bit for bit; same parameters."""
-        return training_view(
-            self.module, exact=self.exact, gradient_checkpointing=gradient_checkpointing, num_threads=self._num_threads
-        )
+        return training_view(self.module, self.numerics, gradient_checkpointing=gradient_checkpointing)
+
+    def fall_back(self, reason: str) -> None:
+        """From now on generator and trainer are not taken to agree in every bit."""
+        with self._core.turn():
+            self.numerics = self.numerics.judged(False, reason)
 
     def stats(self) -> EngineStats:
         """Sizes, gauges, peaks and counters of now."""
@@ -318,8 +319,8 @@ class RolloutEngine:
             self._core.meter,
             pool_bytes=0 if pool is None or pool.released else pool.num_bytes,
             num_waiting=self._core.num_waiting,
-            exact=self.exact,
-            exact_reason=self.exact_reason,
+            exact=self.numerics.exact,
+            exact_reason=self.numerics.reason,
         )
 
     def close(self) -> None:

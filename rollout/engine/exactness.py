@@ -19,6 +19,7 @@ from rollout.forward.packing import build_pack
 from rollout.forward.runner import ModelRunner
 from rollout.model.families import family_named
 from rollout.model.kv_cache import KVCache, LayerGroup
+from rollout.model.numerics import Numerics
 from rollout.model.views import AttentionContext, bare_view, make_view, raw_logits
 from rollout.schedule.batch import Chunk
 from rollout.schedule.block_pool import BlockPool
@@ -112,18 +113,18 @@ def _decode(runner: ModelRunner, pool: BlockPool, groups: Seq[tuple[list[int], l
 
 
 @torch.no_grad()
-def probe(module: PreTrainedModel, group: LayerGroup, block_size: int, max_len: int, *, exact: bool) -> ProbeReport:
+def probe(module: PreTrainedModel, group: LayerGroup, block_size: int, max_len: int, numerics: Numerics) -> ProbeReport:
     """Compare decoding, packing and transformers' own forward on a few random tokens."""
     device = next(module.parameters()).device
     groups = _probe_tokens(module.config, max_len)
-    view = make_view(module, exact=exact)
+    view = make_view(module, numerics)
     num_blocks = sum(2 + (len(p) + max(map(len, cs))) // block_size * (len(cs) + 1) + 2 * len(cs) for p, cs in groups)
     cache = KVCache(group, num_blocks, block_size, device)
-    runner = ModelRunner(view, cache, max_num_seqs=1, max_len=1, exact=exact)
+    runner = ModelRunner(view, cache, max_num_seqs=1, max_len=1)
     decoded = _decode(runner, BlockPool(num_blocks, block_size), groups)
 
-    pack = build_pack(groups, group, device, exact=exact)
-    context = AttentionContext(pack.plan, view.ops)
+    pack = build_pack(groups, group, device, row_multiple=numerics.row_multiple)
+    context = AttentionContext(pack.plan, numerics.ops)
     trained = raw_logits(view, context, pack.ids, pack.positions, pack.logit_rows)[: len(decoded)]
     differing = int((decoded != trained).any(-1).sum())
 
@@ -137,7 +138,7 @@ def probe(module: PreTrainedModel, group: LayerGroup, block_size: int, max_len: 
     ours, theirs = (logits.float().log_softmax(-1) for logits in (decoded, torch.cat(expected)))
     gap = (theirs.exp() * (ours - theirs).abs()).sum(-1).max()
     varying = _varying_activations(view)
-    return ProbeReport(differing, len(decoded), float(gap), torch.get_num_threads(), varying)
+    return ProbeReport(differing, len(decoded), float(gap), numerics.num_threads, varying)
 
 
 def check_parity(report: ProbeReport, dtype: torch.dtype) -> None:
@@ -150,16 +151,17 @@ def check_parity(report: ProbeReport, dtype: torch.dtype) -> None:
         )
 
 
-def decide_exactness(
-    module: PreTrainedModel, group: LayerGroup, config: RolloutConfig, max_len: int
-) -> tuple[bool, str]:
-    """Whether generator and trainer will agree in every bit, and why; refuses what config.exact or parity forbid."""
-    report = probe(module, group, config.block_size, max_len, exact=config.exact != "off")
+def decide_numerics(module: PreTrainedModel, group: LayerGroup, config: RolloutConfig, max_len: int) -> Numerics:
+    """How an engine computes, with the probe's verdict; refuses what config.exact or parity forbid."""
+    device, aimed = next(module.parameters()).device, config.exact != "off"
+    numerics = Numerics.of(device, group.dtype, exact=aimed)
+    report = probe(module, group, config.block_size, max_len, numerics)
     check_parity(report, group.dtype)
-    if config.exact == "off":
-        return False, "exact=off"
-    if not report.exact:
-        if config.exact == "require":
-            raise ExactnessError(f"exact='require', but {report.reason}: use exact=auto to recompute log-probs")
-        logger.warning("exact=auto: %s; the trainer will recompute log-probs", report.reason)
-    return report.exact, report.reason
+    if not aimed:
+        return numerics.judged(False, "exact=off")
+    if report.exact:
+        return numerics.judged(True, report.reason)
+    if config.exact == "require":
+        raise ExactnessError(f"exact='require', but {report.reason}: use exact=auto to recompute log-probs")
+    logger.warning("exact=auto: %s; the trainer will recompute log-probs", report.reason)
+    return Numerics.of(device, group.dtype, exact=False).judged(False, report.reason)

@@ -16,7 +16,7 @@ from torch import Tensor
 from rollout.model.kv_cache import LayerGroup
 from rollout.torch_state import own_torch_state
 from rollout_kernels.attention_plan import AttentionPlan, KVLayout, QuerySpan
-from rollout_kernels.shapes import ROW_MULTIPLE, round_up
+from rollout_kernels.shapes import round_up
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,13 @@ def build_pack(
     layer: LayerGroup,
     device: torch.device,
     *,
-    exact: bool,
+    row_multiple: int,
     loss_masks: Sequence[Sequence[bool]] | None = None,
 ) -> Pack:
     """Pack groups of (prompt ids, completions); every prompt and completion has at least one token.
 
-    loss_masks: one per completion, in order of group and completion, one value per token. None: all count.
+    row_multiple: token and logit rows are padded to a multiple of it. loss_masks: one per completion, in order of group
+    and completion, one value per token. None: all count.
     """
     ids: list[int] = []
     positions: list[int] = []
@@ -70,8 +71,7 @@ def build_pack(
             positions.extend(range(length, length + len(rows)))
             targets.extend(completion)
             logit_rows.extend([start + length - 1, *rows.tolist()])
-    multiple = ROW_MULTIPLE if exact else 1
-    total = round_up(len(ids), multiple)
+    total = round_up(len(ids), row_multiple)
     layout = KVLayout(layer.num_kv_heads, layer.num_groups, unit=1, head_stride=total)
 
     def padded(values: list[int], size: int) -> Tensor:
@@ -82,7 +82,7 @@ def build_pack(
         positions=padded(positions, total),
         plan=AttentionPlan(spans, layout, device),
         targets=padded(targets, len(targets)),
-        logit_rows=padded(logit_rows, round_up(len(logit_rows), multiple)),
+        logit_rows=padded(logit_rows, round_up(len(logit_rows), row_multiple)),
         loss_mask=_joined_mask(loss_masks, len(targets)).to(device),
     )
 

@@ -17,24 +17,23 @@ from rollout.schedule.batch import Chunk, ScheduledBatch
 from rollout.schedule.sequence import Sequence
 from rollout.torch_state import own_torch_state
 from rollout_kernels.attention_plan import AttentionPlan
-from rollout_kernels.shapes import ROW_MULTIPLE, pad_rows
+from rollout_kernels.shapes import pad_rows
 
 
 class ModelRunner:
     """Holds the rollout view, its KV tensors and the token table: the ids that every slot's sequence has drawn."""
 
-    def __init__(self, view: PreTrainedModel, cache: KVCache, max_num_seqs: int, max_len: int, *, exact: bool) -> None:
+    def __init__(self, view: PreTrainedModel, cache: KVCache, max_num_seqs: int, max_len: int) -> None:
         self.view = view
         self.cache = cache
         self.device = cache.keys.device
-        self.row_multiple = ROW_MULTIPLE if exact else 1
         self.group_siblings = True
         # sampled ids stay on the device: the next forward reads them here, not from the host
         self._tokens = torch.zeros(max_num_seqs, max_len, dtype=torch.int32, device=self.device)
 
     def prepare(self, chunks: Seq[Chunk], forks: Seq[Sequence] = ()) -> ForwardInputs:
         """What execute() and a draw need of planned chunks, and of forks that draw from stored logits."""
-        return prepare(chunks, self.cache, self.row_multiple, forks, group_siblings=self.group_siblings)
+        return prepare(chunks, self.cache, self.view.numerics.row_multiple, forks, group_siblings=self.group_siblings)
 
     @torch.no_grad()
     def run(self, batch: ScheduledBatch) -> tuple[list[Sequence], SampledTokens | None, list[tuple[Sequence, Tensor]]]:
@@ -43,7 +42,7 @@ class ModelRunner:
         Returns the sequences that drew a token, in the order of SampledTokens' rows (None: nobody drew), and the
         prompts whose prefill ended, each with its row of logits [V].
         """
-        with own_torch_state(self.view.num_threads):
+        with own_torch_state(self.view.numerics.num_threads):
             return self._run(batch)
 
     def _run(self, batch: ScheduledBatch) -> tuple[list[Sequence], SampledTokens | None, list[tuple[Sequence, Tensor]]]:
@@ -59,10 +58,10 @@ class ModelRunner:
             prefilled = [(sequence, rows[sequence].clone()) for sequence in completing if sequence.is_prompt]
             rows |= {fork: self._first_logits(fork) for fork in batch.forks}
             drawn = [rows[sequence] for sequence in draws]
-            logits = pad_rows(torch.stack(drawn), self.row_multiple) if drawn else None
+            logits = pad_rows(torch.stack(drawn), self.view.numerics.row_multiple) if drawn else None
         if not draws or logits is None:
             return [], None, prefilled
-        sampled = sample(logits, inputs.draws, self.view.ops)
+        sampled = sample(logits, inputs.draws, self.view.numerics.ops)
         if not bool(sampled.raw_logprobs.isfinite().all()):
             self.cache.clear()
             raise RolloutError("the model's logits are not finite: its weights are broken, or its dtype is too narrow")
@@ -83,7 +82,7 @@ class ModelRunner:
         """Compute the rows' KV; logits [L, V] of inputs.logit_rows, in the model's dtype."""
         context = AttentionContext(
             plan=AttentionPlan(inputs.spans, self.cache.layout, self.device),
-            ops=self.view.ops,
+            ops=self.view.numerics.ops,
             cache=self.cache,
             write_rows=self._on_device(inputs.write_rows),
             layers_seen=[],

@@ -23,7 +23,7 @@ class TokenScores:
 
 def score_tokens(view: PreTrainedModel, pack: Pack, sampling: SamplingParams) -> TokenScores:
     """Log-probs under the view's current weights, by the function and options that the tokens were drawn with."""
-    logits = raw_logits(view, AttentionContext(pack.plan, view.ops), pack.ids, pack.positions, pack.logit_rows)
+    logits = raw_logits(view, AttentionContext(pack.plan, view.numerics.ops), pack.ids, pack.positions, pack.logit_rows)
     z, kept = processed_logits(logits, [sampling] * logits.shape[0])
     count = len(pack.targets)
     targets = torch.cat([pack.targets, pack.targets.new_zeros(logits.shape[0] - count)])

@@ -19,14 +19,14 @@ from rollout.forward.runner import ModelRunner
 from rollout.forward.sampler import sample
 from rollout.forward.scoring import score_tokens
 from rollout.model.kv_cache import KVCache, LayerGroup
+from rollout.model.numerics import Numerics
 from rollout.model.views import make_view, training_view
 from rollout.schedule.batch import Chunk
 from rollout.schedule.block_pool import BlockPool
 from rollout.schedule.sequence import Request, Span
 from rollout.schedule.sequence import Sequence as Seq
-from rollout_kernels.ops import choose
 
-META, CPU = torch.device("meta"), torch.device("cpu")
+META = torch.device("meta")
 _DEPTHS = (2, 4)
 
 
@@ -103,13 +103,12 @@ def training_peak(
     dtype: torch.dtype,
     pack: Pack,
     backward: Callable[[PreTrainedModel, Pack], None],
+    numerics: Numerics,
     *,
-    exact: bool,
     gradient_checkpointing: bool,
     accumulated: bool,
-    device: torch.device = CPU,
 ) -> TrainingPeak:
-    """Peak of `backward(view, pack)` on the device: one micro-batch's forward and backward through a training view.
+    """Peak of `backward(view, pack)`: one micro-batch's forward and backward through a training view.
 
     accumulated: whether an earlier micro-batch has left its gradients, so that all of them are there throughout.
     Layers are alike, so a deep model is tried at two depths and the rest is extrapolated.
@@ -120,9 +119,8 @@ def training_peak(
         model = skeleton(_shallow(config, num_layers), dtype)
         # what attention works out once per pack and keeps
         fresh = replace(pack, plan=replace(pack.plan))
-        ops = choose(device, dtype)
-        view = training_view(model, exact=exact, gradient_checkpointing=gradient_checkpointing, ops=ops)
-        if "segment_attention" not in ops.own:
+        view = training_view(model, numerics, gradient_checkpointing=gradient_checkpointing)
+        if "segment_attention" not in numerics.ops.own:
             _ = fresh.plan.tiles  # come from the host, and are not counted
         return _backward_peak(view, lambda: backward(view, fresh), accumulated)
 
@@ -177,7 +175,7 @@ def score_and_backward(
 
 
 def widest_pack(
-    layer: LayerGroup, prompt: int, new: int, n: int, num_groups: int, max_tokens: int, *, exact: bool
+    layer: LayerGroup, prompt: int, new: int, n: int, num_groups: int, max_tokens: int, *, row_multiple: int
 ) -> Pack:
     """Groups of a prompt and n completions of `new` tokens, up to max_tokens in all, on the meta device.
 
@@ -189,7 +187,7 @@ def widest_pack(
         lengths = [min(new, left - prompt - i * new) for i in range(n) if left - prompt - i * new > 0]
         groups.append(([0] * prompt, [[0] * length for length in lengths]))
         left -= prompt + sum(lengths)
-    return build_pack(groups, layer, META, exact=exact)
+    return build_pack(groups, layer, META, row_multiple=row_multiple)
 
 
 def rollout_peak(
@@ -201,19 +199,17 @@ def rollout_peak(
     new: int,
     n: int,
     sampling: SamplingParams,
-    *,
-    exact: bool,
-    device: torch.device = CPU,
+    numerics: Numerics,
 ) -> int:
-    """Bytes that the largest prefill or decode iteration takes on the device beside weights and KV.
+    """Bytes that the largest prefill or decode iteration takes beside weights and KV.
 
     Decoding is taken at full length, with as many sequences as num_blocks holds and config.max_num_seqs allows, n of
     them to a prompt of `prompt` tokens. Without gradients layers leave nothing behind, so two of them tell.
     """
     shallow = _shallow(model_config, min(2, model_config.num_hidden_layers))
     cache = KVCache(LayerGroup.of(shallow, dtype), num_blocks, config.block_size, META)
-    view = make_view(skeleton(shallow, dtype), exact=exact, ops=choose(device, dtype))
-    runner = ModelRunner(view, cache, config.max_num_seqs, prompt + new, exact=exact)
+    view = make_view(skeleton(shallow, dtype), numerics)
+    runner = ModelRunner(view, cache, config.max_num_seqs, prompt + new)
     pool = BlockPool(num_blocks, config.block_size)
     families = _full_families(pool, config.max_num_seqs, prompt, new, n, sampling)
     decoding = [Chunk(s, s.num_tokens - 1, 1) for s in families]
@@ -274,6 +270,6 @@ def _forward_peak(runner: ModelRunner, chunks: list[Chunk]) -> int:
     inputs, draws = runner.prepare(chunks), Draws.of(drawing)
     with LiveBytes() as live:
         logits = runner.execute(inputs)
-        sample(logits, draws, runner.view.ops)
+        sample(logits, draws, runner.view.numerics.ops)
     peak: int = live.peak
     return peak

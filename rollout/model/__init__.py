@@ -14,11 +14,13 @@ from rollout.model.loading import (
     read_config,
     resolve_device,
 )
+from rollout.model.numerics import Numerics
 from rollout.model.views import training_view
 
 __all__ = [
     "MANIFEST",
     "LayerGroup",
+    "Numerics",
     "build_tiny",
     "check_directory",
     "default_dtype",

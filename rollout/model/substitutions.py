@@ -1,4 +1,4 @@
-"""Modules of a view that a backend of kernels runs: linear layers, RMS norms and gated MLPs.
+"""Modules that take the place of others in a view.
 
 They hold the very parameters of what they stand in for, under the same names.
 """
@@ -54,8 +54,19 @@ class FusedMLP(nn.Module):
         return out
 
 
+def substitute_silu(view: PreTrainedModel, ops: Ops) -> None:
+    """Replace SiLU, whose bits depend on the tensor's size, by a form whose do not."""
+    for module in view.modules():
+        for name, child in module.named_children():
+            if isinstance(child, type(ACT2FN["silu"]) | nn.SiLU):
+                setattr(module, name, SiLU())
+
+
 def fuse(view: PreTrainedModel, ops: Ops) -> None:
-    """Replace the modules whose operation is the backend's own; what the reference would run is run as it is."""
+    """Replace linear layers, RMS norms and gated MLPs whose operation is the backend's own.
+
+    What the reference would run is run as it is.
+    """
     dtype = next(view.parameters()).dtype
     for module in reversed(list(view.modules())):  # a module after what it is made of
         for name, child in list(module.named_children()):

@@ -6,7 +6,6 @@ both, so that they compute the same bits. The caller's module itself is never ch
 """
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,16 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.activations import ACT2FN
 
 from rollout.errors import RolloutError
 from rollout.model.kv_cache import KVCache
-from rollout.model.substitutions import fuse
+from rollout.model.numerics import Numerics
 from rollout.torch_state import own_torch_state
 from rollout_kernels.attention import training_attention
 from rollout_kernels.attention_plan import AttentionPlan
-from rollout_kernels.ops import Ops, choose
-from rollout_kernels.reference.activations import SiLU
+from rollout_kernels.ops import Ops
 from rollout_kernels.shapes import ROW_MULTIPLE, round_up
 
 ATTENTION_NAME = "cowroll"
@@ -109,19 +106,6 @@ def _cached_attention(
 AttentionInterface.register(ATTENTION_NAME, _attention)
 
 
-def _exact_activations(view: PreTrainedModel) -> None:
-    """Replace SiLU, whose bits depend on the tensor's size, by a form whose do not."""
-    silu = type(ACT2FN["silu"])
-    for module in view.modules():
-        for name, child in module.named_children():
-            if isinstance(child, silu | nn.SiLU):
-                setattr(module, name, SiLU())
-
-
-SUBSTITUTIONS: list[Callable[[PreTrainedModel], None]] = [_exact_activations]
-"""What exact mode changes in both views, in order, before a backend's kernels take what they can."""
-
-
 def _shared_tensors(module: nn.Module) -> dict[str, Tensor]:
     persistent = module.state_dict(keep_vars=True)
     return dict(module.named_parameters(remove_duplicate=False)) | persistent
@@ -137,33 +121,17 @@ def bare_view(module: PreTrainedModel) -> PreTrainedModel:
 
 
 @own_torch_state()
-def make_view(
-    module: PreTrainedModel, *, exact: bool, num_threads: int | None = None, ops: Ops | None = None
-) -> PreTrainedModel:
-    """A view that attends through this engine, with as many torch threads (None: those of now) in every forward.
-
-    ops: what it computes with (None: the choice for its parameters).
-    """
+def make_view(module: PreTrainedModel, numerics: Numerics) -> PreTrainedModel:
+    """A view that attends through this engine and computes as `numerics` says."""
     view = bare_view(module)
-    parameter = next(module.parameters())
-    view.ops = choose(parameter.device, parameter.dtype) if ops is None else ops
-    view.num_threads = torch.get_num_threads() if num_threads is None else num_threads
+    view.numerics = numerics
     view.set_attn_implementation(ATTENTION_NAME)
-    if exact:
-        for substitute in SUBSTITUTIONS:
-            substitute(view)
-    fuse(view, view.ops)
+    for substitute in numerics.substitutions:
+        substitute(view, numerics.ops)
     return view
 
 
-def training_view(
-    module: PreTrainedModel,
-    *,
-    exact: bool,
-    gradient_checkpointing: bool,
-    num_threads: int | None = None,
-    ops: Ops | None = None,
-) -> PreTrainedModel:
+def training_view(module: PreTrainedModel, numerics: Numerics, *, gradient_checkpointing: bool) -> PreTrainedModel:
     """The view that the loss runs through; dropout is refused, since the generator has none."""
     for name, submodule in module.named_modules():
         if isinstance(submodule, nn.Dropout) and submodule.p > 0:
@@ -173,7 +141,7 @@ def training_view(
     dropout = getattr(module.config, "attention_dropout", 0.0)
     if dropout:
         raise RolloutError(f"attention_dropout={dropout}: set it to 0, since rollouts are drawn without dropout")
-    view = make_view(module, exact=exact, num_threads=num_threads, ops=ops)
+    view = make_view(module, numerics)
     if gradient_checkpointing:
         # renamed in transformers 5.24
         enable = getattr(view, "activation_checkpointing_enable", view.gradient_checkpointing_enable)
@@ -206,9 +174,9 @@ def raw_logits(
 ) -> Tensor:
     """One forward over ids [T] at positions [T]: logits [R, V] of the token rows [R], in the model's dtype.
 
-    T and R are multiples of 16 where bits matter. The caller's autocast and inference mode do not reach the model.
+    T and R are multiples of numerics.row_multiple. The caller's autocast and inference mode do not reach the model.
     """
-    with own_torch_state(view.num_threads):
+    with own_torch_state(view.numerics.num_threads):
         out = view(
             input_ids=ids[None],
             position_ids=positions[None],

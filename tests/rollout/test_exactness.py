@@ -15,9 +15,11 @@ from transformers import PreTrainedModel
 from rollout import ExactnessError, RolloutEngine, RolloutError, RolloutGroup, SamplingParams
 from rollout.forward.packing import build_pack
 from rollout.forward.sampler import processed_logits
-from rollout.model import views
+from rollout.model import numerics
+from rollout.model.substitutions import fuse
 from rollout.model.views import AttentionContext, raw_logits
 from rollout_kernels.logprobs import token_logprobs
+from rollout_kernels.ops import Ops
 from tiny_models import ARCHITECTURES, LOGPROB_TOLERANCE, eager_logprobs, random_model, random_prompts, small_engine
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -29,8 +31,8 @@ def trainer_logprobs(
     """Log-probs [C] of all completion tokens through the training view, with gradients."""
     view = engine.training_view(gradient_checkpointing=checkpointing)
     lists = [(group.prompt_ids, [rollout.completion_ids for rollout in group.rollouts]) for group in groups]
-    pack = build_pack(lists, engine.layer_group, engine.device, exact=engine.exact)
-    logits = raw_logits(view, AttentionContext(pack.plan, view.ops), pack.ids, pack.positions, pack.logit_rows)
+    pack = build_pack(lists, engine.layer_group, engine.device, row_multiple=engine.numerics.row_multiple)
+    logits = raw_logits(view, AttentionContext(pack.plan, view.numerics.ops), pack.ids, pack.positions, pack.logit_rows)
     z, kept = processed_logits(logits, [sampling] * len(logits))
     count = len(pack.targets)
     return token_logprobs(z[:count], pack.targets, None if kept is None else kept[:count])
@@ -208,11 +210,11 @@ class Doubled(nn.Module):
 
 
 def replace_activation(monkeypatch: pytest.MonkeyPatch, activation: type[nn.Module]) -> None:
-    def substitute(view: PreTrainedModel) -> None:
+    def substitute(view: PreTrainedModel, ops: Ops) -> None:
         for layer in view.model.layers:
             layer.mlp.act_fn = activation()
 
-    monkeypatch.setattr(views, "SUBSTITUTIONS", [substitute])
+    monkeypatch.setattr(numerics, "EXACT", (substitute, fuse))
 
 
 def test_auto_says_that_bits_differ_and_goes_on(
@@ -220,7 +222,7 @@ def test_auto_says_that_bits_differ_and_goes_on(
 ) -> None:
     replace_activation(monkeypatch, SizeDependent)
     with caplog.at_level(logging.WARNING, "rollout"), small_engine(random_model("llama"), exact="auto") as engine:
-        assert not engine.exact
+        assert not engine.numerics.exact
         assert "generator and trainer differ at" in engine.stats().exact_reason
     assert "exact=auto" in caplog.text
     assert "recompute log-probs" in caplog.text
@@ -232,9 +234,20 @@ def test_require_refuses_where_bits_differ(monkeypatch: pytest.MonkeyPatch) -> N
         small_engine(random_model("llama"), exact="require")
 
 
+def test_one_record_says_how_both_views_compute() -> None:
+    with small_engine(random_model("llama")) as engine:
+        before = engine.numerics
+        assert engine._runner is not None
+        assert engine._runner.view.numerics is engine.training_view().numerics is before
+        engine.fall_back("a step differs")
+        assert engine.numerics == replace(before, exact=False, reason="a step differs")
+        assert engine.training_view().numerics is engine.numerics
+        assert (engine.stats().exact, engine.stats().exact_reason) == (False, "a step differs")
+
+
 def test_nothing_is_said_where_bits_agree(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), small_engine(random_model("llama"), exact="auto") as engine:
-        assert engine.exact
+        assert engine.numerics.exact
         assert engine.stats().exact
         assert "agree in every bit" in engine.stats().exact_reason
     assert caplog.text == ""
@@ -253,7 +266,7 @@ def test_exactness_is_not_claimed_where_larger_batches_break_it(
     with small_engine(random_model("llama", hidden_act=activation, intermediate_size=intermediate)) as engine:
         groups = engine.generate_rollouts(random_prompts([50, 66, 190, 131, 7, 80]), 6, sampling)
         num_differing = int((trainer_logprobs(engine, groups, sampling) != rollout_logprobs(groups)).sum())
-    assert num_differing == 0 or not engine.exact
+    assert num_differing == 0 or not engine.numerics.exact
 
 
 @pytest.mark.parametrize("exact", ["auto", "require"])

@@ -16,7 +16,8 @@ from rollout.forward.packing import build_pack
 from rollout.model.kv_cache import LayerGroup
 from rollout.model.substitutions import FusedLinear, FusedMLP, FusedRMSNorm
 from rollout.model.views import AttentionContext, bare_view, make_view, raw_logits
-from tiny_models import ARCHITECTURES, random_model, random_prompts, shared_model
+from rollout_kernels.shapes import ROW_MULTIPLE
+from tiny_models import ARCHITECTURES, numerics_of, random_model, random_prompts, shared_model
 
 ARCHS = pytest.mark.parametrize("arch", ARCHITECTURES)
 EXACT = pytest.mark.parametrize("exact", [True, False], ids=["exact", "off"])
@@ -49,6 +50,10 @@ def fused(arch: str) -> dict[str, int]:
     return {f"Fused{kind}": count for kind, count in untouched(arch).items()}
 
 
+def view_of(model: PreTrainedModel, *, exact: bool = True) -> PreTrainedModel:
+    return make_view(model, numerics_of(model, exact=exact))
+
+
 def parameters(model: PreTrainedModel, **options: bool) -> list[tuple[str, int]]:
     return [(name, p.data_ptr()) for name, p in model.named_parameters(**options)]
 
@@ -57,21 +62,21 @@ def parameters(model: PreTrainedModel, **options: bool) -> list[tuple[str, int]]
 @EXACT
 def test_every_layer_that_kernels_can_run_is_replaced(arch: str, exact: bool) -> None:
     model = random_model(arch)
-    view = make_view(model, exact=exact)
+    view = view_of(model, exact=exact)
     assert kinds(view) == fused(arch)
     assert kinds(model) == untouched(arch)
 
 
 @ARCHS
 def test_bf16_models_are_fused_too(arch: str) -> None:
-    assert kinds(make_view(random_model(arch, dtype=torch.bfloat16), exact=True)) == fused(arch)
+    assert kinds(view_of(random_model(arch, dtype=torch.bfloat16))) == fused(arch)
 
 
 @ARCHS
 @EXACT
 def test_a_view_has_the_very_parameters_in_their_order(arch: str, exact: bool) -> None:
     model = shared_model(arch)
-    view = make_view(model, exact=exact)
+    view = view_of(model, exact=exact)
     assert parameters(view) == parameters(model)
     assert parameters(view, remove_duplicate=False) == parameters(model, remove_duplicate=False)
     assert all(ours is theirs for ours, theirs in zip(view.parameters(), model.parameters(), strict=True))
@@ -89,23 +94,23 @@ def test_nothing_is_replaced_where_there_are_no_kernels(
     arch: str, exact: bool, use_kernels: Callable[[str], None]
 ) -> None:
     use_kernels("torch")
-    assert kinds(make_view(shared_model(arch), exact=exact)) == untouched(arch)
+    assert kinds(view_of(shared_model(arch), exact=exact)) == untouched(arch)
 
 
 def test_fp64_is_left_to_torch() -> None:
     model = random_model("qwen3", dtype=torch.float64)
-    assert kinds(make_view(model, exact=True)) == untouched("qwen3")
+    assert kinds(view_of(model)) == untouched("qwen3")
 
 
 @ARCHS
 def test_an_mlp_with_another_activation_keeps_its_own_forward(arch: str) -> None:
-    view = make_view(random_model(arch, hidden_act="gelu"), exact=True)
+    view = view_of(random_model(arch, hidden_act="gelu"))
     assert kinds(view) == {"FusedLinear": LINEARS, "FusedRMSNorm": NORMS[arch], "MLP": 2}
 
 
 def test_a_layer_of_broken_words_is_left_to_torch() -> None:
     """Rows of 161 bf16 elements: the down projections of both layers."""
-    view = make_view(random_model(dtype=torch.bfloat16, intermediate_size=161), exact=True)
+    view = view_of(random_model(dtype=torch.bfloat16, intermediate_size=161))
     left = [name for name, module in view.named_modules() if type(module) is nn.Linear]
     assert left == ["model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj"]
 
@@ -114,7 +119,7 @@ def test_a_layer_of_broken_words_is_left_to_torch() -> None:
 def test_epsilon_and_bias_are_the_layers_own(arch: str) -> None:
     model = random_model(arch, rms_norm_eps=0.25)
     modules = dict(model.named_modules())
-    for name, module in make_view(model, exact=True).named_modules():
+    for name, module in view_of(model).named_modules():
         assert not isinstance(module, FusedRMSNorm) or module.eps == modules[name].variance_epsilon == 0.25
         assert not isinstance(module, FusedLinear) or module.bias is modules[name].bias
 
@@ -124,9 +129,10 @@ def test_epsilon_and_bias_are_the_layers_own(arch: str) -> None:
 
 def view_logits(view: PreTrainedModel) -> Tensor:
     """Of every completion token of GROUPS, in one pack, as the engine runs it."""
-    pack = build_pack(GROUPS, LayerGroup.of(view.config, view.dtype), torch.device("cpu"), exact=True)
+    pack = build_pack(GROUPS, LayerGroup.of(view.config, view.dtype), torch.device("cpu"), row_multiple=ROW_MULTIPLE)
     count = sum(len(completion) for _, completions in GROUPS for completion in completions)
-    return raw_logits(view, AttentionContext(pack.plan, view.ops), pack.ids, pack.positions, pack.logit_rows)[:count]
+    context = AttentionContext(pack.plan, view.numerics.ops)
+    return raw_logits(view, context, pack.ids, pack.positions, pack.logit_rows)[:count]
 
 
 def eager_logits(model: PreTrainedModel) -> Tensor:
@@ -146,7 +152,7 @@ def error(out: Tensor, exact: Tensor) -> float:
 def test_logits_are_those_of_transformers_own_forward(arch: str, exact: bool) -> None:
     """In fp32, within the rounding of sums in another order."""
     model = shared_model(arch)
-    view = make_view(model, exact=exact)
+    view = view_of(model, exact=exact)
     assert any(isinstance(module, FusedMLP) for module in view.modules())
     assert error(view_logits(view), eager_logits(model)) < 1.5e-6
 
@@ -157,7 +163,7 @@ def test_gradients_are_those_of_transformers_own_forward(arch: str) -> None:
     runs = []
     for ours in (True, False):
         model = random_model(arch)
-        logits = view_logits(make_view(model, exact=True)) if ours else eager_logits(model)
+        logits = view_logits(view_of(model)) if ours else eager_logits(model)
         weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(3))
         torch.autograd.backward((logits * weights).sum())
         runs.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})

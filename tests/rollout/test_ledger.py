@@ -23,7 +23,10 @@ from rollout.memory.estimate import (
 )
 from rollout.memory.ledger import GIB, MIB, Ledger, LedgerRow, parse_bytes, show_bytes
 from rollout.model.kv_cache import LayerGroup
+from rollout.model.numerics import Numerics
 from rollout.model.views import training_view
+from rollout_kernels.shapes import ROW_MULTIPLE
+from tiny_models import numerics_of
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16)
@@ -182,18 +185,25 @@ def test_live_bytes_are_those_of_the_allocator() -> None:
 def lone_pack(
     config: PretrainedConfig, dtype: torch.dtype, device: torch.device, prompt: int, new: int, n: int
 ) -> Pack:
-    return build_pack([([0] * prompt, [[0] * new] * n)], LayerGroup.of(config, dtype), device, exact=True)
+    return build_pack(
+        [([0] * prompt, [[0] * new] * n)], LayerGroup.of(config, dtype), device, row_multiple=ROW_MULTIPLE
+    )
 
 
 def estimated(
-    config: PretrainedConfig, dtype: torch.dtype, shape: tuple[int, int, int], **options: Any
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    shape: tuple[int, int, int],
+    device: torch.device = CPU,
+    **options: Any,
 ) -> TrainingPeak:
-    chosen = {"exact": True, "gradient_checkpointing": False, "accumulated": False} | options
+    chosen = {"gradient_checkpointing": False, "accumulated": False} | options
     return training_peak(
         config,
         dtype,
         lone_pack(config, dtype, META, *shape),
         score_and_backward,
+        Numerics.of(device, dtype),
         **chosen,
     )
 
@@ -209,7 +219,7 @@ def measured(
 ) -> int:
     """Bytes that the same step takes on the CPU, with real weights and tokens, gradients summed up in fp32."""
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    view = training_view(model, exact=True, gradient_checkpointing=gradient_checkpointing)
+    view = training_view(model, numerics_of(model), gradient_checkpointing=gradient_checkpointing)
     pack = lone_pack(config, dtype, CPU, *shape)
     sums: dict[int, torch.Tensor] = {}
 
@@ -295,7 +305,7 @@ def test_the_widest_pack_is_full_and_holds_a_whole_completion() -> None:
         (1000, 2, 184, 160),
         (125, 9, 20 + 72 + 20 + 4, 85),
     ):
-        pack = widest_pack(GROUP, 20, 10, 8, groups, max_tokens, exact=False)
+        pack = widest_pack(GROUP, 20, 10, 8, groups, max_tokens, row_multiple=1)
         assert (len(pack.ids), len(pack.targets)) == (rows, targets)
 
 
@@ -315,7 +325,9 @@ def test_the_largest_iteration_of_an_engine_is_known(
     with tiny_models.small_engine(model, **sizes) as engine:
         real = tiny_models.allocated_peak(lambda: engine.generate_rollouts(prompts, 8, sampling))
         config = dataclasses.replace(engine.config, num_blocks=None)
-        peak = rollout_peak(model.config, dtype, config, engine.pool.num_blocks, prompt, new, 8, sampling, exact=True)
+        peak = rollout_peak(
+            model.config, dtype, config, engine.pool.num_blocks, prompt, new, 8, sampling, engine.numerics
+        )
     assert peak == pytest.approx(real, rel=0.02)
 
 
@@ -324,9 +336,8 @@ def test_another_device_is_not_planned_with_this_cpus_kernels(use_kernels: Calla
     config, engine, cuda = tiny_models.random_config("qwen3"), RolloutConfig(max_num_seqs=4), torch.device("cuda")
 
     def planned() -> tuple[int, TrainingPeak]:
-        rollout = rollout_peak(
-            config, torch.bfloat16, engine, 500, 40, 24, 4, SamplingParams(), exact=True, device=cuda
-        )
+        numerics = Numerics.of(cuda, torch.bfloat16)
+        rollout = rollout_peak(config, torch.bfloat16, engine, 500, 40, 24, 4, SamplingParams(), numerics)
         return rollout, estimated(config, torch.bfloat16, (40, 60, 4), device=cuda)
 
     usual = planned()
@@ -337,8 +348,9 @@ def test_another_device_is_not_planned_with_this_cpus_kernels(use_kernels: Calla
 def test_a_larger_pool_is_no_activation() -> None:
     """KV has a row of its own; 500 blocks are enough for all that an iteration may take."""
     config, engine = tiny_models.random_config("qwen3"), RolloutConfig(max_num_seqs=4)
+    numerics = Numerics.of(CPU, torch.float32)
     small, large = (
-        rollout_peak(config, torch.float32, engine, blocks, 40, 24, 4, SamplingParams(), exact=True)
+        rollout_peak(config, torch.float32, engine, blocks, 40, 24, 4, SamplingParams(), numerics)
         for blocks in (500, 5000)
     )
     assert small == large

@@ -24,11 +24,13 @@ from rollout.model.views import make_view
 from rollout.schedule.batch import Chunk
 from rollout.schedule.block_pool import BlockPool, BlockTable
 from rollout.schedule.sequence import Request, Sequence
+from rollout_kernels.shapes import ROW_MULTIPLE
 from tiny_models import (
     LOGPROB_TOLERANCE,
     VOCAB,
     chain_model,
     eager_logprobs,
+    numerics_of,
     random_model,
     random_prompts,
     shared_model,
@@ -96,7 +98,7 @@ class Run:
 def replay(model: PreTrainedModel, request: Request, made: Rollout) -> tuple[Tensor, list[tuple[int, float, float]]]:
     """KV, and id, log-prob and raw log-prob drawn at each place, when made's ids are decoded one at a time."""
     cache = KVCache(LayerGroup.of(model.config, model.dtype), 12, 16, torch.device("cpu"))
-    runner = ModelRunner(make_view(model, exact=True), cache, max_num_seqs=1, max_len=1, exact=True)
+    runner = ModelRunner(make_view(model, numerics_of(model)), cache, max_num_seqs=1, max_len=1)
     sequence = Sequence(request, made.index, list(request.prompt_ids), BlockTable(BlockPool(12, 16)))
     drawn: list[tuple[int, float, float]] = []
     for token in made.completion_ids:
@@ -104,7 +106,7 @@ def replay(model: PreTrainedModel, request: Request, made: Rollout) -> tuple[Ten
         sequence.table.make_writable(start, end)
         inputs = runner.prepare([Chunk(sequence, start, end - start)])
         with torch.no_grad():
-            sampled = sample(runner.execute(inputs), inputs.draws, runner.view.ops)
+            sampled = sample(runner.execute(inputs), inputs.draws, runner.view.numerics.ops)
         drawn.append((int(sampled.ids), float(sampled.logprobs), float(sampled.raw_logprobs)))
         sequence.num_computed = end
         sequence.force([token])
@@ -144,7 +146,7 @@ def test_a_training_pack_sees_the_log_probs_of_drawn_tokens_bit_for_bit(dtype: t
         made = Run(engine).rollouts(n=3)
         groups = [(p, [r.completion_ids for h, r in made if h.prompt_ids == p]) for p in PROMPTS]
         masks = [rollout.loss_mask for _, rollout in made]
-        pack = build_pack(groups, engine.layer_group, engine.device, exact=True, loss_masks=masks)
+        pack = build_pack(groups, engine.layer_group, engine.device, row_multiple=ROW_MULTIPLE, loss_masks=masks)
         scores = score_tokens(engine.training_view(), pack, SAMPLING).logprobs.detach()
     assert pack.loss_mask.tolist() == MASK * 6
     assert pack.targets.tolist() == [token for _, rollout in made for token in rollout.completion_ids]

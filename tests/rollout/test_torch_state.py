@@ -94,7 +94,7 @@ def test_an_engine_made_or_used_under_another_state_gives_the_same(state: State)
     right = expected()
     with state(), small_engine(shared_model("qwen3")) as engine:
         inside = engine.generate_rollouts(PROMPTS, 3, SAMPLING)
-    assert engine.exact
+    assert engine.numerics.exact
     with small_engine(shared_model("qwen3")) as used, state():
         assert used.generate_rollouts(PROMPTS, 3, SAMPLING) == right
     assert inside == right
@@ -136,7 +136,7 @@ def test_a_directory_loads_the_same_under_another_state(tmp_path: Path, state: S
 
 def scores_of(engine: RolloutEngine, view: Any, groups: list[RolloutGroup]) -> TokenScores:
     packed = [(group.prompt_ids, [r.completion_ids for r in group.rollouts]) for group in groups]
-    pack = build_pack(packed, engine.layer_group, engine.device, exact=engine.exact)
+    pack = build_pack(packed, engine.layer_group, engine.device, row_multiple=engine.numerics.row_multiple)
     return score_tokens(view, pack, SAMPLING)
 
 
@@ -167,7 +167,7 @@ def test_a_pack_made_in_inference_mode_can_be_trained_on() -> None:
         groups = engine.generate_rollouts(PROMPTS, 2, SAMPLING)
         packed = [(group.prompt_ids, [r.completion_ids for r in group.rollouts]) for group in groups]
         with torch.inference_mode():
-            pack = build_pack(packed, engine.layer_group, engine.device, exact=engine.exact)
+            pack = build_pack(packed, engine.layer_group, engine.device, row_multiple=engine.numerics.row_multiple)
         score_tokens(engine.training_view(), pack, SAMPLING).logprobs.sum().backward()  # type: ignore[no-untyped-call]
     assert engine.module.lm_head.weight.grad.abs().sum() > 0
 

@@ -36,8 +36,8 @@ def test_rollouts_run_through_it(toy: Calls) -> None:
     """One call for each norm of each forward: a prefill, and a decode of both completions for every token but one."""
     model = tiny_models.random_model("qwen3")
     with RolloutEngine(model) as engine:
-        assert engine.ops.identity == "toy-1"
-        assert engine.exact
+        assert engine.numerics.ops.identity == "toy-1"
+        assert engine.numerics.exact
         toy.clear()
         engine.generate_rollouts([[5, 6, 7]], n=2, sampling=SamplingParams(max_new_tokens=4, ignore_eos=True))
     per_forward = 2 * 4 + 1  # of two layers and the model; Qwen3 norms queries and keys too
@@ -47,5 +47,5 @@ def test_rollouts_run_through_it(toy: Calls) -> None:
 def test_a_checkpoint_names_it(toy: Calls, tmp_path: Path) -> None:
     run = run_once(tmp_path, "steps=1", "checkpoint.every=1")
     state = json.loads((tmp_path / "checkpoints/step-000001/trainer.json").read_text())
-    assert state["kernels"] == run.engine.ops.identity == "toy-1"
+    assert state["kernels"] == run.engine.numerics.ops.identity == "toy-1"
     assert toy

@@ -10,6 +10,8 @@ from rollout import Rollout, RolloutEngine, RolloutGroup, SamplingParams
 from rollout.forward.scoring import score_tokens
 from rollout.model.kv_cache import LayerGroup
 from rollout.model.views import training_view
+from rollout_kernels.shapes import ROW_MULTIPLE
+from tiny_models import numerics_of
 from trainer.algorithm.batch import StepTotals, TrainingBatch, micro_batches
 from trainer.algorithm.losses import policy_loss
 
@@ -28,7 +30,9 @@ def _groups(lengths: list[list[int]], vocab: int = tiny_models.VOCAB) -> list[Ro
 def _batches(model: torch.nn.Module, groups: list[RolloutGroup], max_tokens: int) -> list[TrainingBatch]:
     advantages = torch.arange(float(sum(len(g.rollouts) for g in groups))).view(len(groups), -1)
     layer = LayerGroup.of(model.config, model.dtype)
-    return list(micro_batches(groups, advantages, layer, torch.device("cpu"), max_tokens=max_tokens, exact=True))
+    return list(
+        micro_batches(groups, advantages, layer, torch.device("cpu"), max_tokens=max_tokens, row_multiple=ROW_MULTIPLE)
+    )
 
 
 LENGTHS = [[5, 1, 8, 3], [70, 4, 66, 2], [1, 2, 2, 9]]
@@ -39,7 +43,7 @@ def test_log_probs_are_those_of_unpacked_rows(arch: str) -> None:
     model = tiny_models.shared_model(arch)
     groups = _groups(LENGTHS)
     (batch,) = _batches(model, groups, 10_000)
-    view = training_view(model, exact=True, gradient_checkpointing=False)
+    view = training_view(model, numerics_of(model), gradient_checkpointing=False)
     ours = score_tokens(view, batch.pack, SamplingParams(temperature=0.7)).logprobs
     theirs = [
         tiny_models.eager_logprobs(model, g.prompt_ids, r.completion_ids, 0.7) for g in groups for r in g.rollouts
@@ -53,7 +57,7 @@ def test_gradients_are_those_of_unpacked_rows(arch: str, checkpointing: bool) ->
     ours, theirs = tiny_models.random_model(arch), tiny_models.random_model(arch)
     groups = _groups(LENGTHS)
     (batch,) = _batches(ours, groups, 10_000)
-    view = training_view(ours, exact=True, gradient_checkpointing=checkpointing)
+    view = training_view(ours, numerics_of(ours), gradient_checkpointing=checkpointing)
     score_tokens(view, batch.pack, SamplingParams()).logprobs.sum().backward()
     for group in groups:
         for rollout in group.rollouts:
@@ -102,7 +106,7 @@ def test_every_completion_is_in_one_pack_whatever_the_budget(max_tokens: int) ->
 def test_the_split_does_not_change_log_probs_in_any_bit() -> None:
     model = tiny_models.shared_model("qwen3")
     groups = _groups(LENGTHS)
-    view = training_view(model, exact=True, gradient_checkpointing=False)
+    view = training_view(model, numerics_of(model), gradient_checkpointing=False)
     whole, split = (
         torch.cat([score_tokens(view, b.pack, SamplingParams()).logprobs for b in _batches(model, groups, size)])
         for size in (10_000, 20)
@@ -115,7 +119,7 @@ def test_a_change_in_one_completion_leaves_the_others_alone() -> None:
     model = tiny_models.shared_model("qwen2")
     groups = _groups([[6, 5, 5]])
     changed = [_group(groups[0].prompt_ids, [[7] * 5, groups[0].rollouts[1].completion_ids])]
-    view = training_view(model, exact=True, gradient_checkpointing=False)
+    view = training_view(model, numerics_of(model), gradient_checkpointing=False)
     before, after = (
         score_tokens(view, _batches(model, g, 10_000)[0].pack, SamplingParams()).logprobs for g in (groups, changed)
     )
@@ -132,7 +136,7 @@ def test_the_trainer_sees_the_generators_log_probs_bit_for_bit(options: dict[str
         groups = engine.generate_rollouts(tiny_models.random_prompts([3, 20, 70]), 3, sampling)
         view = engine.training_view()
         (batch,) = micro_batches(
-            groups, torch.zeros(3, 3), engine.layer_group, engine.device, max_tokens=10_000, exact=engine.exact
+            groups, torch.zeros(3, 3), engine.layer_group, engine.device, max_tokens=10_000, row_multiple=ROW_MULTIPLE
         )
     scores = score_tokens(view, batch.pack, sampling)
     assert scores.logprobs.requires_grad
@@ -149,7 +153,7 @@ def test_a_user_s_default_dtype_takes_no_digits() -> None:
     try:
         layer = LayerGroup.of(tiny_models.shared_model("qwen3").config, torch.float32)
         given = torch.tensor([[0.7071067, -0.7071067]], dtype=torch.float32)
-        (batch,) = micro_batches([group], given, layer, torch.device("cpu"), max_tokens=99, exact=True)
+        (batch,) = micro_batches([group], given, layer, torch.device("cpu"), max_tokens=99, row_multiple=ROW_MULTIPLE)
     finally:
         torch.set_default_dtype(torch.float32)
     assert batch.rollout_logprobs.dtype == batch.advantages.dtype == torch.float32

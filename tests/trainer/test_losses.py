@@ -10,6 +10,7 @@ import torch
 from rollout import Rollout, RolloutGroup
 from rollout.forward.packing import build_pack
 from rollout.model.kv_cache import LayerGroup
+from rollout_kernels.shapes import ROW_MULTIPLE
 from trainer.algorithm.advantages import group_advantages
 from trainer.algorithm.batch import StepTotals, TrainingBatch
 from trainer.algorithm.losses import PolicyLoss, clipped_objective, policy_loss, token_mean
@@ -24,9 +25,8 @@ def _batch(
 ) -> TrainingBatch:
     """Of one pack; lengths: how many tokens each rollout has; one rollout if left out."""
     lengths = lengths or [len(old)]
-    pack = build_pack(
-        [([1], [[1] * length for length in lengths])], LayerGroup(1, 1, 1, 16, torch.float32), CPU, exact=True
-    )
+    layer, completions = LayerGroup(1, 1, 1, 16, torch.float32), [[1] * length for length in lengths]
+    pack = build_pack([([1], completions)], layer, CPU, row_multiple=ROW_MULTIPLE)
     rollout_ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     return TrainingBatch(pack, rollout_ids, old, old, advantages, mask, **fields)
 

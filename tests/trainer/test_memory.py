@@ -134,7 +134,7 @@ def test_an_update_takes_what_the_ledger_says(
     peak = tiny_models.allocated_peak(lambda: run.trainer.update(groups, advantages, 0))
     run.close()
     rows = rows_of(run)
-    least = 0.95 if run.engine.ops.own else 0.94
+    least = 0.95 if run.engine.numerics.ops.own else 0.94
     assert least * peak <= rows["fp32 gradients"][1] + rows["activations and logits"][1] <= 1.1 * peak
 
 

@@ -310,7 +310,7 @@ def test_a_difference_after_all_is_refused_or_recomputed(
     ratios = [line["sampling/importance_sampling_ratio/max"] for line in metrics_of(run)]
     assert ratios[0] > 1.1
     assert ratios[1:] == [1.0, 1.0]
-    assert not run.engine.exact
+    assert not run.engine.numerics.exact
 
 
 # -- damage, and what changed between a run and its resume ----------------------------------------------------------

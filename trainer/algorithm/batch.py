@@ -56,7 +56,7 @@ def micro_batches(
     device: torch.device,
     *,
     max_tokens: int,
-    exact: bool,
+    row_multiple: int,
 ) -> Iterator[TrainingBatch]:
     """Split groups (advantages [groups, n]) into packs of at most max_tokens packed tokens.
 
@@ -80,7 +80,7 @@ def micro_batches(
         packs[-1].append((g, members))
     for pack in packs:
         if pack:
-            yield _batch(groups, advantages, pack, layer, device, exact)
+            yield _batch(groups, advantages, pack, layer, device, row_multiple)
 
 
 def _batch(
@@ -89,7 +89,7 @@ def _batch(
     pack: list[tuple[int, list[int]]],
     layer: LayerGroup,
     device: torch.device,
-    exact: bool,
+    row_multiple: int,
 ) -> TrainingBatch:
     n = advantages.shape[1]
     chosen = [(g * n + i, groups[g].rollouts[i], float(advantages[g, i])) for g, members in pack for i in members]
@@ -101,7 +101,7 @@ def _batch(
         return torch.tensor(list(values), dtype=dtype, device=device)
 
     masks = [rollout.loss_mask for _, rollout, _ in chosen]
-    packed = build_pack(token_lists, layer, device, exact=exact, loss_masks=masks)
+    packed = build_pack(token_lists, layer, device, row_multiple=row_multiple, loss_masks=masks)
     logprobs = per_token((value for _, rollout, _ in chosen for value in rollout.logprobs), torch.float32)
     return TrainingBatch(
         pack=packed,
