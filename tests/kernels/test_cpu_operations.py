@@ -104,10 +104,16 @@ def test_bf16_linear_equals_fp64(rows: int, columns: int, depth: int, biased: bo
 @DEPTHS
 @pytest.mark.parametrize("biased", [False, True], ids=["plain", "bias"])
 def test_fp32_linear_equals_fp64(rows: int, columns: int, depth: int, biased: bool) -> None:
-    """No worse than 1.5 times the error of running sums; torch's own may be of more and shorter sums."""
-    x, weight, bias = randoms((rows, depth), (columns, depth), (columns,))
-    tensors = [x, weight, bias] if biased else [x, weight]
-    assert_as_good(linear(*tensors), running_sums(*tensors), F.linear(*doubles(tensors)))
+    """No worse than 1.5 times the error of running sums; torch's own may be of more and shorter sums.
+
+    Small products are drawn often: the rounding of a few numbers is luck.
+    """
+    seen = []
+    for seed in range(max(1, 200 // (rows * columns))):
+        x, weight, bias = randoms((rows, depth), (columns, depth), (columns,), seed=seed)
+        tensors = [x, weight, bias] if biased else [x, weight]
+        seen.append((linear(*tensors), running_sums(*tensors), F.linear(*doubles(tensors))))
+    assert_as_good(*(torch.stack(outs) for outs in zip(*seen, strict=True)))
 
 
 @DTYPES
@@ -171,12 +177,16 @@ def gradients(function: Function, tensors: Sequence[Tensor], wanted: Sequence[in
     return [leaf.grad for leaf in leaves if leaf.grad is not None]
 
 
-def check_gradients(ours: Function, plain: Function, tensors: Sequence[Tensor], wanted: Sequence[int]) -> None:
-    upstream = randoms(plain(*tensors).shape, dtype=tensors[0].dtype, seed=1)[0]
-    exact = gradients(plain, doubles(tensors), wanted, upstream.double())
-    usual, mine = (gradients(function, tensors, wanted, upstream) for function in (plain, ours))
-    for grads in zip(mine, usual, exact, strict=True):
-        assert_as_good(*grads)
+def check_gradients(ours: Function, plain: Function, wanted: Sequence[int], *draws: Sequence[Tensor]) -> None:
+    """Of all draws together: the rounding of a few numbers is luck."""
+    seen: list[list[list[Tensor]]] = [[], [], []]
+    for tensors in draws:
+        upstream = randoms(plain(*tensors).shape, dtype=tensors[0].dtype, seed=1)[0]
+        seen[0].append(gradients(ours, tensors, wanted, upstream))
+        seen[1].append(gradients(plain, tensors, wanted, upstream))
+        seen[2].append(gradients(plain, doubles(tensors), wanted, upstream.double()))
+    for mine, usual, exact in zip(*(zip(*grads, strict=True) for grads in seen), strict=True):
+        assert_as_good(torch.stack(mine), torch.stack(usual), torch.stack(exact))
 
 
 @DTYPES
@@ -185,13 +195,13 @@ def check_gradients(ours: Function, plain: Function, tensors: Sequence[Tensor], 
 def test_gradients_of_linear(dtype: torch.dtype, wanted: tuple[int, ...], shape: tuple[int, int, int]) -> None:
     rows, columns, depth = shape
     tensors = randoms((rows, depth), (columns, depth), (columns,), dtype=dtype)
-    check_gradients(linear, F.linear, tensors, wanted)
+    check_gradients(linear, F.linear, wanted, tensors)
 
 
 @DTYPES
 @LEADING
 def test_gradients_of_linear_without_bias(dtype: torch.dtype, leading: tuple[int, ...]) -> None:
-    check_gradients(linear, F.linear, randoms((*leading, 40), (17, 40), dtype=dtype), (0, 1))
+    check_gradients(linear, F.linear, (0, 1), randoms((*leading, 40), (17, 40), dtype=dtype))
 
 
 @DTYPES
@@ -199,14 +209,14 @@ def test_gradients_of_linear_without_bias(dtype: torch.dtype, leading: tuple[int
 @pytest.mark.parametrize("wanted", [(0, 1), (0,), (1,)], ids=str)
 @LEADING
 def test_gradients_of_rms_norm(dtype: torch.dtype, dim: int, wanted: tuple[int, ...], leading: tuple[int, ...]) -> None:
-    check_gradients(norm, plain_norm, randoms((*leading, dim), (dim,), dtype=dtype), wanted)
+    check_gradients(norm, plain_norm, wanted, randoms((*leading, dim), (dim,), dtype=dtype))
 
 
 @DTYPES
 @pytest.mark.parametrize("wanted", [(0, 1), (0,), (1,)], ids=str)
 @pytest.mark.parametrize("size", [1, 17, 1033, 40_007])
 def test_gradients_of_swiglu(dtype: torch.dtype, wanted: tuple[int, ...], size: int) -> None:
-    check_gradients(swiglu, plain_swiglu, [4 * x for x in randoms((size,), (size,), dtype=dtype)], wanted)
+    check_gradients(swiglu, plain_swiglu, wanted, [4 * x for x in randoms((size,), (size,), dtype=dtype)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -230,9 +240,9 @@ def check_backward_writes_nothing(function: Function, tensors: list[Tensor]) -> 
 
 
 def test_gradients_of_a_single_row_without_leading_dimension() -> None:
-    x, weight, scale = randoms((40,), (17, 40), (40,))
-    check_gradients(linear, F.linear, [x, weight], (0, 1))
-    check_gradients(norm, plain_norm, [x, scale], (0, 1))
+    draws = [randoms((40,), (17, 40), (40,), seed=seed) for seed in range(40)]
+    check_gradients(linear, F.linear, (0, 1), *([x, weight] for x, weight, _ in draws))
+    check_gradients(norm, plain_norm, (0, 1), *([x, scale] for x, _, scale in draws))
 
 
 # -- bits ---------------------------------------------------------------------------------------------------------
