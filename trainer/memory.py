@@ -19,6 +19,7 @@ from rollout.memory import (
     rollout_peak,
     score_and_backward,
     show_bytes,
+    slot_bytes,
     training_peak,
     trim,
     used_bytes,
@@ -61,6 +62,7 @@ def build_ledger(
     *,
     weights: int,
     pool: int,
+    slots: int,
     rollout_activations: int,
     capacity: int,
     training: TrainingPeak = _NO_TRAINING,
@@ -82,7 +84,7 @@ def build_ledger(
         LedgerRow("fp32 gradients", 0, training.gradients),
         LedgerRow("activations and logits", rollout_activations, training.activations),
         LedgerRow.resident("KV pool", pool),
-        LedgerRow.resident("state slots", 0),
+        LedgerRow.resident("state slots", slots),
         LedgerRow.resident("process", process),
     ]
     if heap_holes:
@@ -104,12 +106,15 @@ def plan_memory(
     trim()  # what loading and a warm start have freed
     copies = weights if reference is not None else 0
     pool = engine.stats().pool_bytes
-    held = weights + copies + pool + kept.masters + kept.moments
+    max_len = min(engine.max_model_len, engine.pool.num_blocks * engine.config.block_size)
+    slots = engine.config.max_num_seqs * slot_bytes(engine.layer_groups, max_len)
+    held = weights + copies + pool + slots + kept.masters + kept.moments
     ledger = build_ledger(
         weights=weights,
         reference=copies,
         optimizer=kept,
         pool=pool,
+        slots=slots,
         rollout_activations=rollout_peak(
             engine.module.config,
             engine.dtype,

@@ -21,6 +21,7 @@ from rollout.memory import (
     score_and_backward,
     show_bytes,
     skeleton,
+    slot_bytes,
     training_peak,
     widest_pack,
 )
@@ -28,6 +29,7 @@ from rollout.model import (
     LayerGroup,
     Numerics,
     default_dtype,
+    layer_groups,
     longest_sequence,
     model_shapes,
     read_config,
@@ -152,12 +154,14 @@ def make_plan(options: PlanOptions) -> Plan:
         raise RolloutError(f"prompt={prompt} leaves no room for a completion within context={context}")
     wanted = default_dtype(model_config.dtype, device)
     dtype = wanted if config.dtype == "auto" else getattr(torch, config.dtype)
-    numerics, layer = Numerics.of(device, dtype), LayerGroup.of(model_config, dtype)
-    num_blocks = pool_size(config, layer, context, total)
+    numerics, groups = Numerics.of(device, dtype), layer_groups(model_config, dtype)
+    (layer,) = groups
+    num_blocks = pool_size(config, groups, context, total)
     parameters = list(skeleton(model_config, dtype).parameters())
     ledger = build_ledger(
         weights=sum(p.nbytes for p in parameters),
         pool=(num_blocks + 1) * config.block_size * layer.bytes_per_token(),
+        slots=config.max_num_seqs * slot_bytes(groups, min(context, num_blocks * config.block_size)),
         rollout_activations=rollout_peak(
             model_config,
             dtype,

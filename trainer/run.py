@@ -29,7 +29,7 @@ from trainer.config import ConfigError, HFModelConfig, TinyModelConfig, TrainerC
 from trainer.config.limits import check_device, check_limits
 from trainer.data.rendering import kept_prompts, render_rows, restore_prompts
 from trainer.data.rows import Row, RowStream
-from trainer.data.tasks import Task, make_task
+from trainer.data.tasks import RewardFunction, Task, make_task
 from trainer.memory import MemoryWatch, plan_memory, step_shape
 from trainer.optimizer import MasterAdamW
 from trainer.rewards.rewards import check_reward, make_reward
@@ -125,56 +125,84 @@ def _prepare(config: TrainerConfig, folder: RunFolder) -> Run:
     device = check_device(config)
     choose(device, torch.float32)  # kernels that are asked for and not there are refused first
     found, state = _check_resume(config, folder.path)
+    timer = PhaseTimer()
+    with timer.phase("load"):
+        inputs = _read_inputs(config, found, state)
+        check_limits(config, inputs.described, device, inputs.lengths["train"], inputs.lengths["eval"])
+        directory = _model_directory(config, inputs.task, timer)
+        module = load_model(directory, config.rollout.dtype, device)
+        _clean_generation_config(module)
+        reference = load_model(directory, config.rollout.dtype, device) if config.algorithm.kl_coef else None
+        shape = step_shape(config, module, inputs.lengths["train"] + inputs.lengths["eval"], len(inputs.task.eval_rows))
+        sized = sized_for(config.rollout, module, shape.num_sequences, shape.prompt + shape.new)
+        engine = RolloutEngine(module, inputs.tokenizer, sized)
+    optimizer = MasterAdamW(module.named_parameters(), config.optim)
+    start = _restore(found, state, engine, optimizer)
+    ledger = plan_memory(config, engine, optimizer, reference, shape)
+    logger.info("%s", ledger.render())
+    folder.set_metrics_aside(found, start)
+    values = _save_config(config, folder.path / "config.yaml")
+    view = None if reference is None else _frozen_view(engine, reference)
+    rows = RowStream(inputs.task.train_rows, config.seed)
+    return Run(
+        config=config,
+        folder=folder,
+        task=inputs.task,
+        contents=inputs.contents,
+        prompts=kept_prompts(inputs.task),
+        tokenizer=inputs.tokenizer,
+        trainer=Trainer(config, engine, optimizer, rows, inputs.reward, reference=view, timer=timer),
+        start_step=start,
+        memory=MemoryWatch(ledger, device),
+        metrics_file=MetricsFile(folder.path / "metrics.jsonl", start),
+        tracker=make_tracker(config.tracking, folder.path, config.name, values if start < config.steps else None),
+    )
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run is about, before its weights are loaded: rows, with their prompts' ids, and what judges them."""
+
+    task: Task
+    reward: RewardFunction
+    described: PretrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    contents: dict[str, str]
+
+    @property
+    def lengths(self) -> dict[str, list[int]]:
+        """Tokens of every row's prompt."""
+        return {"train": _lengths(self.task.train_rows), "eval": _lengths(self.task.eval_rows)}
+
+
+def _read_inputs(config: TrainerConfig, found: Path | None, state: checkpoint.TrainerState | None) -> Inputs:
+    """Cheap things first, so that what is wrong is said at once; on a resume all must be what it was."""
     began = None if state is None else state.contents
     task = make_task(config.task, config.seed)
     reward = make_reward(config.reward, task)
     check_reward(reward, task)
     contents = task_contents(config, task)
     changed = check_contents(config, began, contents)
-    timer = PhaseTimer()
+    described, tokenizer = _described(config)
+    in_directory = _directory_contents(config, tokenizer)
+    changed |= check_contents(config, began, in_directory)
+    task = _rendered(task, tokenizer, described.vocab_size, found, changed)
+    return Inputs(task, reward, described, tokenizer, contents | in_directory)
 
-    with timer.phase("load"):
-        described, tokenizer = _described(config)
-        in_directory = _directory_contents(config, tokenizer)
-        changed |= check_contents(config, began, in_directory)
-        task = _rendered(task, tokenizer, described.vocab_size, found, changed)
-        lengths = {"train": _lengths(task.train_rows), "eval": _lengths(task.eval_rows)}
-        check_limits(config, described, device, lengths["train"], lengths["eval"])
-        directory = _model_directory(config, task, timer)
-        module = load_model(directory, config.rollout.dtype, device)
-        _clean_generation_config(module)
-        reference = load_model(directory, config.rollout.dtype, device) if config.algorithm.kl_coef else None
-        shape = step_shape(config, module, lengths["train"] + lengths["eval"], len(task.eval_rows))
-        engine = RolloutEngine(
-            module, tokenizer, sized_for(config.rollout, module, shape.num_sequences, shape.prompt + shape.new)
-        )
-    if state is not None and state.kernels != engine.numerics.ops.identity:
-        logger.warning("the run began with kernels %s and goes on with %s", state.kernels, engine.numerics.ops.identity)
-    optimizer = MasterAdamW(module.named_parameters(), config.optim)
-    start = 0 if state is None else state.step
-    if found is not None:
-        checkpoint.load_checkpoint(found, module, optimizer)
-        engine.policy_version = start
-        logger.info("resumed from %s", found)
-    ledger = plan_memory(config, engine, optimizer, reference, shape)
-    logger.info("%s", ledger.render())
-    folder.set_metrics_aside(found, start)
-    values = _save_config(config, folder.path / "config.yaml")
-    view = None if reference is None else _frozen_view(engine, reference)
-    rows = RowStream(task.train_rows, config.seed)
-    return Run(
-        config=config,
-        folder=folder,
-        task=task,
-        contents=contents | in_directory,
-        prompts=kept_prompts(task),
-        tokenizer=tokenizer,
-        trainer=Trainer(config, engine, optimizer, rows, reward, reference=view, timer=timer),
-        start_step=start,
-        memory=MemoryWatch(ledger, device),
-        metrics_file=MetricsFile(folder.path / "metrics.jsonl", start),
-        tracker=make_tracker(config.tracking, folder.path, config.name, values if start < config.steps else None),
-    )
+
+def _restore(
+    found: Path | None, state: checkpoint.TrainerState | None, engine: RolloutEngine, optimizer: MasterAdamW
+) -> int:
+    """Put a checkpoint's weights and moments in place; returns the steps that it has."""
+    if found is None or state is None:
+        return 0
+    kernels = engine.numerics.ops.identity
+    if state.kernels != kernels:
+        logger.warning("the run began with kernels %s and goes on with %s", state.kernels, kernels)
+    checkpoint.load_checkpoint(found, engine.module, optimizer)
+    engine.policy_version = state.step
+    logger.info("resumed from %s", found)
+    return state.step
 
 
 def _save_config(config: TrainerConfig, path: Path) -> dict[str, Any]:

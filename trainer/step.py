@@ -190,3 +190,4 @@ class Trainer:
             raise ExactnessError(f"exact='require', but {reason}: use exact=auto to recompute log-probs")
         logger.warning("%s; from now on the trainer's own are used", reason)
         self.engine.fall_back(reason)
+        self.policy.numerics = self.engine.numerics

@@ -17,28 +17,20 @@ from rollout.engine.loop import EngineCore, WhileRunning
 from rollout.engine.prompts import Prompt
 from rollout.engine.requests import Limits, OnError, RequestOptions, make_requests
 from rollout.engine.stats import EngineStats, collect
+from rollout.engine.steering import fork
 from rollout.errors import RolloutError
 from rollout.forward.runner import ModelRunner
 from rollout.forward.sampler import TRAIN
 from rollout.memory.device import device_bytes, pool_size
-from rollout.model.kv_cache import KVCache, LayerGroup
-from rollout.model.loading import (
-    check_matches,
-    check_module,
-    load_model,
-    load_tokenizer,
-    longest_sequence,
-    resolve_device,
-)
-from rollout.model.tokenizers import check_tokenizer, end_token_ids
+from rollout.model.kv_cache import KVCache, layer_groups
+from rollout.model.loading import longest_sequence, open_model
+from rollout.model.tokenizers import end_token_ids
 from rollout.model.views import check_shared, identify, make_view, training_view
 from rollout.model.weights import WeightWatch, check_update
 from rollout.schedule.block_pool import BlockPool
 from rollout.schedule.scheduler import Scheduler
-from rollout.schedule.sequence import Request
-from rollout.torch_state import check_parameters, own_torch_state
+from rollout.torch_state import own_torch_state
 from rollout.types import Rollout, RolloutGroup
-from rollout_kernels.ops import choose
 from rollout_kernels.pace import warn_if_slow
 
 logger = logging.getLogger(__name__)
@@ -64,47 +56,26 @@ class RolloutEngine:
         config: RolloutConfig | None = None,
     ) -> None:
         self.config = config = config or RolloutConfig()
-        if isinstance(model, str | Path):
-            tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
-            self.module = load_model(model, config.dtype, resolve_device(config.device))
-        else:
-            self.module = check_module(model)
-        check_tokenizer(tokenizer, self.module.config.vocab_size)
-        check_parameters(self.module)
-        self.tokenizer = tokenizer
-        parameter = next(self.module.parameters())
-        self.device, self.dtype = parameter.device, parameter.dtype
-        check_matches(config, self.device, self.dtype)
-        choose(self.device, self.dtype)  # what cannot be met is refused first
+        self.module, self.tokenizer = open_model(model, tokenizer, config)
+        self.device, self.dtype = self.module.device, self.module.dtype
         self.max_model_len = longest_sequence(config, self.module.config)
-        self.end_token_ids = end_token_ids(self.module, tokenizer)
-        self.layer_group = LayerGroup.of(self.module.config, self.dtype)
-        num_blocks = pool_size(config, self.layer_group, self.max_model_len, device_bytes(self.device))
-        limits = Limits(self.module.config.vocab_size, self.max_model_len, num_blocks, config.block_size)
+        self.end_token_ids = end_token_ids(self.module, self.tokenizer)
+        self.layer_groups = layer_groups(self.module.config, self.dtype)
+        (self.layer_group,) = self.layer_groups
+        num_blocks = pool_size(config, self.layer_groups, self.max_model_len, device_bytes(self.device))
+        self._limits = Limits(self.module.config.vocab_size, self.max_model_len, num_blocks, config.block_size)
         self.numerics = decide_numerics(self.module, self.layer_group, config, self.max_model_len)
 
         self.pool = BlockPool(num_blocks, config.block_size)
-        self.scheduler = Scheduler(
-            self.pool,
-            config.max_num_seqs,
-            config.max_num_batched_tokens,
-            config.prefill_chunk_size,
-            prefix_cache=config.prefix_cache,
-        )
-        self._limits = limits
+        sizes = (config.max_num_seqs, config.max_num_batched_tokens, config.prefill_chunk_size)
+        self.scheduler = Scheduler(self.pool, *sizes, prefix_cache=config.prefix_cache)
         self._warned = False
         self._identity = identify(self.module)
         warn_if_slow(self.numerics.ops, self.device, self.dtype, self.numerics.num_threads)
         cache = KVCache(self.layer_group, num_blocks, config.block_size, self.device)
-        view = make_view(self.module, self.numerics)
-        runner = ModelRunner(view, cache, config.max_num_seqs, limits.max_len)
+        runner = ModelRunner(make_view(self.module, self.numerics), cache, config.max_num_seqs, self._limits.max_len)
         watch, special = WeightWatch(self.module), config.skip_special_tokens
-        self._core = EngineCore(self.scheduler, runner, watch, tokenizer, self.end_token_ids, special)
-
-    @property
-    def _runner(self) -> ModelRunner | None:
-        """None once the engine is closed."""
-        return self._core.runner
+        self._core = EngineCore(self.scheduler, runner, watch, self.tokenizer, self.end_token_ids, special)
 
     # -- generating ---------------------------------------------------------------------------------------------
 
@@ -168,14 +139,11 @@ class RolloutEngine:
         self._core.ready()
         check_shared(self.module, self._identity)
         requests = make_requests(prompts, n, sampling, options, self.tokenizer, self._limits)
-        self._warn_of_short_pool([request for request in requests if isinstance(request, Request)])
-        return Call(self._core, requests)
-
-    def _warn_of_short_pool(self, requests: Seq[Request]) -> None:
-        shortage = None if self._warned else self._limits.shortage(requests)
-        if shortage is not None:
+        shortage = self._limits.shortage(requests)
+        if shortage and not self._warned:
             self._warned = True
             logger.warning("%s", shortage)
+        return Call(self._core, requests)
 
     def submit(
         self,
@@ -227,8 +195,7 @@ class RolloutEngine:
         comes. Its rollout index, a part of its random numbers' counter, is n for a request's first fork, then n + 1,
         and so on, forks of forks included.
         """
-        with self._core.turn():
-            return self._core.fork(handle, index, sampling, key, self._limits.max_len)
+        return fork(self._core, handle, index, sampling, key, self._limits.max_len)
 
     # -- weights and state --------------------------------------------------------------------------------------
 
@@ -308,20 +275,13 @@ class RolloutEngine:
     def fall_back(self, reason: str) -> None:
         """From now on generator and trainer are not taken to agree in every bit."""
         with self._core.turn():
-            self.numerics = self.numerics.judged(False, reason)
+            self.numerics = self._core.opened().view.numerics = self.numerics.judged(False, reason)
 
     def stats(self) -> EngineStats:
         """Sizes, gauges, peaks and counters of now."""
-        runner = self._runner
-        pool = runner.cache if runner is not None else None
-        return collect(
-            self.scheduler,
-            self._core.meter,
-            pool_bytes=0 if pool is None or pool.released else pool.num_bytes,
-            num_waiting=self._core.num_waiting,
-            exact=self.numerics.exact,
-            exact_reason=self.numerics.reason,
-        )
+        core = self._core
+        held = 0 if core.runner is None else core.runner.cache.held_bytes
+        return collect(self.scheduler, core.meter, self.numerics, pool_bytes=held, num_waiting=core.num_waiting)
 
     def close(self) -> None:
         """Free the KV pool and the view. Closing twice is fine; generating afterwards is an error.

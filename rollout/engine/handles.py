@@ -83,11 +83,22 @@ class RolloutHandle:
             for place in range(start, end)
         ]
 
-    def end(self, rollout: Rollout) -> None:
+    def end(self, sequence: Sequence, text: str | None) -> Rollout:
         """The engine says that a completion has ended."""
+        rollout = Rollout(
+            sequence.index,
+            sequence.completion_ids,
+            sequence.logprobs,
+            sequence.raw_logprobs,
+            text,
+            sequence.finish_reason or "abort",
+            self.request.policy_version,
+            sequence.loss_mask,
+        )
         self.rollouts.append(rollout)
         self._outcomes.append((self, rollout))
         self.done = len(self.rollouts) == self.request.n
+        return rollout
 
     def fail(self, error: BaseException) -> None:
         """The engine says that an error has ended the request."""

@@ -14,12 +14,11 @@ from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from rollout.config import SamplingParams, is_kind
 from rollout.engine.handles import RolloutHandle
 from rollout.engine.prompts import decode_completion
 from rollout.engine.stats import Meter
 from rollout.engine.turns import Turns
-from rollout.errors import RolloutError, short
+from rollout.errors import RolloutError
 from rollout.forward.runner import ModelRunner
 from rollout.model.weights import WeightWatch
 from rollout.schedule.batch import ScheduledBatch
@@ -27,7 +26,7 @@ from rollout.schedule.block_pool import BlockTable
 from rollout.schedule.scheduler import Scheduler
 from rollout.schedule.sequence import Request, Sequence
 from rollout.torch_state import own_torch_state
-from rollout.types import FinishReason, Rollout
+from rollout.types import Rollout
 
 Ended = list[tuple[RolloutHandle, Rollout]]
 """Completions that have ended, each with the handle of its request."""
@@ -244,65 +243,20 @@ class EngineCore:
         """Turn a sequence that has ended into its rollout, and hand it to its owner."""
         request = sequence.request
         handle = self._handles[request]
-        reason: FinishReason = sequence.finish_reason or "abort"
         ids, text, skip = sequence.completion_ids, None, self._skip_special_tokens
         if self._tokenizer is not None:
             text = decode_completion(request.prompt_ids, ids, self._tokenizer, skip_special_tokens=skip)
-        rollout = Rollout(
-            sequence.index,
-            ids,
-            sequence.logprobs,
-            sequence.raw_logprobs,
-            text,
-            reason,
-            request.policy_version,
-            sequence.loss_mask,
-        )
-        handle.end(rollout)
+        rollout = handle.end(sequence, text)
         if handle.done:
             del self._handles[request]
         return handle, rollout
 
-    def fork(
-        self, handle: RolloutHandle, index: int, sampling: SamplingParams | None, key: int | None, max_len: int
-    ) -> RolloutHandle:
-        """Fork completion `index` of a running request into a request of its own; max_len bounds its length."""
-        handle.check_owner(self.turns)
-        request, runner, parent = handle.request, self.ready(), handle.running(index, "forked")
-        params = sampling or request.sampling
-        max_len = min(request.num_prompt_tokens + params.max_new_tokens, max_len)
-        if max_len <= parent.num_tokens:
-            raise RolloutError(f"completion {index} has {len(parent.logprobs)} tokens: raise max_new_tokens to fork it")
-        family, fork = request.family, request.fork(params, request.key if key is None else key, max_len)
-        fork.submitted_at = time.perf_counter()
+    def adopt(self, request: Request) -> RolloutHandle:
+        """A handle of a request that begins without waiting: a fork of a running completion."""
+        request.submitted_at = time.perf_counter()
         with self.turns.lock:
-            forked = self._handles[fork] = RolloutHandle(fork, self.turns)
-        child = self.scheduler.fork(parent, fork, family.n + family.num_forked)
-        family.num_forked += 1
-        if child.slot >= 0:
-            runner.copy_tokens(parent.slot, child.slot, request.num_prompt_tokens, parent.num_tokens)
-        return forked
-
-    def force(self, handle: RolloutHandle, index: int, ids: list[int]) -> None:
-        """Put tokens that were not drawn behind a running completion, between steps; it goes on behind them.
-
-        They count for max_new_tokens, and an end token among them ends nothing. Raises RolloutError if the completion
-        has not drawn a token yet or has ended, if an id is not one of the model's, or if there is no room for them and
-        for a token behind them.
-        """
-        with self.turn():
-            handle.check_owner(self.turns)
-            vocab_size = self.ready().view.config.vocab_size
-            sequence = handle.running(index, "continued")
-            if not ids or not all(is_kind(int, token) and 0 <= token < vocab_size for token in ids):
-                raise RolloutError(f"{short(ids)}: force one or more ids of the model's vocabulary of {vocab_size}")
-            room = sequence.request.max_len - sequence.num_tokens - 1
-            if len(ids) > room:
-                raise RolloutError(
-                    f"{len(ids)} tokens are too many for completion {index}, which has room for {room} and one to draw"
-                    " behind them: raise max_new_tokens, max_model_len or num_blocks"
-                )
-            sequence.force(list(ids))
+            handle = self._handles[request] = RolloutHandle(request, self.turns)
+        return handle
 
     # -- weights ------------------------------------------------------------------------------------------------
 

@@ -65,9 +65,10 @@ class Limits:
         """Longest sequence in tokens, by the model and by the pool."""
         return min(self.max_model_len, self.num_blocks * self.block_size)
 
-    def shortage(self, requests: Iterable[Request]) -> str | None:
+    def shortage(self, requests: Iterable[Request | BadPrompt]) -> str | None:
         """What is wrong if some request cannot reach its max_new_tokens for want of blocks."""
-        longest = max((r.num_prompt_tokens + r.sampling.max_new_tokens for r in requests), default=0)
+        lengths = [r.num_prompt_tokens + r.sampling.max_new_tokens for r in requests if isinstance(r, Request)]
+        longest = max(lengths, default=0)
         needed = -(-min(longest, self.max_model_len) // self.block_size)
         if needed <= self.num_blocks:
             return None

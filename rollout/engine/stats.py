@@ -8,6 +8,7 @@ from weakref import WeakSet
 
 import numpy as np
 
+from rollout.model.numerics import Numerics
 from rollout.schedule.scheduler import Scheduler
 from rollout.schedule.sequence import Sequence
 
@@ -160,7 +161,7 @@ class Meter:
 
 
 def collect(
-    scheduler: Scheduler, meter: Meter, *, pool_bytes: int, num_waiting: int, exact: bool, exact_reason: str
+    scheduler: Scheduler, meter: Meter, numerics: Numerics, *, pool_bytes: int, num_waiting: int
 ) -> EngineStats:
     """Everything that can be said of an engine now."""
     pool, window = scheduler.pool, meter.window
@@ -186,7 +187,7 @@ def collect(
         time_to_first_token=_percentiles(window.first),
         time_per_token=_percentiles(window.per_token),
         policy_version=scheduler.policy_version,
-        exact=exact,
-        exact_reason=exact_reason,
+        exact=numerics.exact,
+        exact_reason=numerics.reason,
         **asdict(scheduler.stats),
     )

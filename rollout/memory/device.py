@@ -5,6 +5,7 @@ import os
 import re
 import resource
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from transformers import PreTrainedModel
 
 from rollout.config import RolloutConfig
 from rollout.errors import RolloutError
-from rollout.model.kv_cache import LayerGroup
+from rollout.model.kv_cache import LayerGroup, layer_groups
 from rollout.model.loading import longest_sequence
 
 
@@ -36,14 +37,14 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def pool_size(config: RolloutConfig, group: LayerGroup, max_model_len: int, total: int) -> int:
+def pool_size(config: RolloutConfig, groups: Sequence[LayerGroup], max_model_len: int, total: int) -> int:
     """Blocks in the pool: num_blocks, else what memory_fraction allows or max_num_seqs sequences need, if less.
 
     total: bytes of the device's memory. The block that takes padding's writes counts in what memory_fraction allows.
     """
     if config.num_blocks is not None:
         return config.num_blocks
-    per_block = group.bytes_per_token() * config.block_size
+    per_block = sum(group.bytes_per_token() for group in groups) * config.block_size
     budget = int(total * config.memory_fraction)
     allowed = budget // per_block - 1
     if allowed < 1:
@@ -54,6 +55,11 @@ def pool_size(config: RolloutConfig, group: LayerGroup, max_model_len: int, tota
     return min(allowed, blocks_for(config.max_num_seqs, max_model_len, config.block_size))
 
 
+def slot_bytes(groups: Sequence[LayerGroup], max_len: int) -> int:
+    """Bytes of a slot: a row of the token table (int32), and what layers keep of a sequence whatever its length."""
+    return 4 * max_len + sum(group.bytes_per_sequence() for group in groups)
+
+
 def blocks_for(num_sequences: int, length: int, block_size: int) -> int:
     """Blocks for sequences of `length` tokens that share nothing, with the one beside each that admission looks for."""
     return num_sequences * (-(-length // block_size) + 1)
@@ -62,10 +68,10 @@ def blocks_for(num_sequences: int, length: int, block_size: int) -> int:
 def sized_for(config: RolloutConfig, model: PreTrainedModel, num_sequences: int, length: int) -> RolloutConfig:
     """The configuration with its num_blocks, or a pool for num_sequences of `length` tokens (see pool_size)."""
     parameter = next(model.parameters())
-    group = LayerGroup.of(model.config, parameter.dtype)
+    groups = layer_groups(model.config, parameter.dtype)
     step = replace(config, max_num_seqs=min(config.max_num_seqs, num_sequences))
     longest = min(length, longest_sequence(config, model.config))
-    return replace(config, num_blocks=pool_size(step, group, longest, device_bytes(parameter.device)))
+    return replace(config, num_blocks=pool_size(step, groups, longest, device_bytes(parameter.device)))
 
 
 def _status(field: str) -> int | None:

@@ -3,7 +3,7 @@
 from rollout.manifest import MANIFEST, find_damage, flush, flush_directory, write_manifest
 from rollout.model.builtin import build_tiny, tiny_config, tiny_tokenizer
 from rollout.model.files import find_directory
-from rollout.model.kv_cache import LayerGroup
+from rollout.model.kv_cache import LayerGroup, layer_groups
 from rollout.model.loading import (
     check_directory,
     default_dtype,
@@ -28,6 +28,7 @@ __all__ = [
     "find_directory",
     "flush",
     "flush_directory",
+    "layer_groups",
     "load_model",
     "load_tokenizer",
     "longest_sequence",

@@ -14,10 +14,21 @@ from rollout.errors import RolloutError
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """How a layer attends: softmax(q k / sqrt(head_dim)) v over the positions up to a row's own."""
+    """How a layer attends: softmax(scores) v over the positions up to a row's own."""
 
     window: int | None = None
     """How many of them a row sees, its own included; None: all."""
+    scale: float | None = None
+    """scores = scale * q k; None: 1 / sqrt(head_dim)."""
+    soft_cap: float | None = None
+    """Scores become soft_cap * tanh(scores / soft_cap)."""
+    sinks: bool = False
+    """Whether every head has a learned score that takes part in the softmax and has no value."""
+
+    @property
+    def missing(self) -> str | None:
+        """What of it no operation computes, if anything."""
+        return "a soft cap" if self.soft_cap is not None else "sinks" if self.sinks else None
 
 
 @dataclass(frozen=True)
@@ -67,6 +78,9 @@ def check_config(config: PretrainedConfig) -> None:
     for kind in kinds or {rope.get("rope_type", "default")}:
         if kind not in family.rope_types:
             raise RolloutError(f"rope_type={kind!r} is not supported; supported: {', '.join(family.rope_types)}")
+    for layer in family.attention(config):
+        if layer.missing is not None:
+            raise RolloutError(f"model_type={config.model_type!r} attends with {layer.missing}, which is not supported")
     if getattr(config, "quantization_config", None):
         raise quantised()
 

@@ -43,7 +43,17 @@ class LayerGroup:
         return self.num_heads // self.num_kv_heads
 
     def bytes_per_token(self) -> int:
+        """Of keys and values in all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    def bytes_per_sequence(self) -> int:
+        """Of states that do not grow with a sequence; attention has none."""
+        return 0
+
+
+def layer_groups(config: PretrainedConfig, dtype: torch.dtype) -> list[LayerGroup]:
+    """All of a model's layers, by kind: one group, since windows are masks over KV that stays."""
+    return [LayerGroup.of(config, dtype)]
 
 
 class KVCache:
@@ -64,6 +74,10 @@ class KVCache:
     def num_bytes(self) -> int:
         """Bytes of the pool, held or not."""
         return self.keys.nbytes + self.values.nbytes
+
+    @property
+    def held_bytes(self) -> int:
+        return 0 if self.released else self.num_bytes
 
     @property
     def released(self) -> bool:

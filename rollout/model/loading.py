@@ -34,6 +34,7 @@ from rollout.model.files import (
     where_is,
 )
 from rollout.model.tokenizers import check_end_tokens, check_tokenizer
+from rollout.torch_state import check_parameters
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,21 @@ def default_dtype(dtype: torch.dtype | str | None, device: torch.device) -> torc
         assert isinstance(stored, torch.dtype)
         return stored
     return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def open_model(
+    model: str | Path | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, config: RolloutConfig
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    """A directory's model and tokenizer, or the caller's own; refused where they do not fit each other or `config`."""
+    if isinstance(model, str | Path):
+        tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
+        module = load_model(model, config.dtype, resolve_device(config.device))
+    else:
+        module = check_module(model)
+    check_tokenizer(tokenizer, module.config.vocab_size)
+    check_parameters(module)
+    check_matches(config, module.device, module.dtype)
+    return module, tokenizer
 
 
 def check_module(module: nn.Module) -> PreTrainedModel:

@@ -52,6 +52,11 @@ class PrefixCache:
     def is_idle(self, block: int) -> bool:
         return block in self._idle
 
+    def count(self, num_queried: int, num_hit: int) -> None:
+        """A prompt has been looked for, and so much of it found."""
+        self.num_queried_tokens += num_queried
+        self.num_hit_tokens += num_hit
+
     def match(self, key: CacheKey, token_ids: Sequence[int], max_tokens: int) -> list[int]:
         """Blocks that hold the longest cached prefix of token_ids, at most max_tokens of it, in order of position."""
         node = self._roots.get(key)

@@ -12,6 +12,7 @@ from rollout.schedule import prefixes
 from rollout.schedule.batch import Chunk, ScheduledBatch, SchedulerStats
 from rollout.schedule.block_pool import BlockPool, BlockTable
 from rollout.schedule.sequence import Request, Sequence
+from rollout.schedule.slots import Slots
 
 
 class Scheduler:
@@ -40,7 +41,7 @@ class Scheduler:
         self.preempted: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.stats = SchedulerStats()
-        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self._slots = Slots(max_num_seqs)
 
     def add(self, request: Request) -> None:
         self.waiting.append(request)
@@ -126,7 +127,7 @@ class Scheduler:
                 break
             self.preempted.popleft()
             self.stats.recomputed_tokens -= computed
-            sequence.slot = self._free_slots.pop()
+            sequence.slot = self._slots.take()
             budget -= self._start(batch, sequence, computed, budget)
         return budget
 
@@ -164,11 +165,7 @@ class Scheduler:
             request.prompt = request.logits_row = None
         elif length % self.pool.block_size:
             batch.copies += table.make_writable(length, length + 1)
-        index = request.unforked.popleft()
-        child = Sequence(request, index, list(request.prompt_ids), table, length, self._free_slots.pop())
-        child.cached = list(prompt.cached)
-        child.first_logits = logits
-        request.sequences.append(child)
+        child = request.begin_next(table, self._slots.take(), prompt.cached, logits)
         self.running.append(child)
         batch.forks.append(child)
         self.stats.forks += 1
@@ -194,8 +191,7 @@ class Scheduler:
             self.waiting.remove(request)
             self.stats.recomputed_tokens -= min(computed, request.lost_tokens)
             request.lost_tokens = 0
-            self.pool.cache.num_queried_tokens += prompt.num_tokens
-            self.pool.cache.num_hit_tokens += computed
+            self.pool.cache.count(prompt.num_tokens, computed)
             budget -= self._start(batch, prompt, computed, budget)
 
     # -- what has been computed ---------------------------------------------------------------------------------
@@ -218,20 +214,12 @@ class Scheduler:
         waits and computes its KV again.
         """
         child = parent.fork(request, index, BlockTable(self.pool))
-        request.policy_version = parent.request.policy_version
-        request.forked_from = parent.request
-        request.unforked.clear()
-        request.sequences.append(child)
+        request.begin_as_fork(parent.request, child)
         self.stats.forks += 1
-        if (
-            self._free_slots
-            and len(self.running) < self.max_num_seqs
-            and parent.table.blocks
-            and not parent.recomputing
-        ):
-            child.table, child.num_computed = parent.table.fork(), parent.num_computed
-            child.num_host_tokens = parent.num_host_tokens
-            child.cached, child.slot = list(parent.cached), self._free_slots.pop()
+        room = self._slots.num_free and len(self.running) < self.max_num_seqs
+        if room and parent.table.blocks and not parent.recomputing:
+            child.share_blocks(parent)
+            child.slot = self._slots.take()
             self.stats.prefix_tokens_saved += parent.num_computed
             self.running.append(child)
         else:
@@ -253,8 +241,7 @@ class Scheduler:
     def _give_up_prompt(self, request: Request, num_tokens: int) -> None:
         """Free a prompt of which num_tokens are computed; the request waits again, before the others."""
         self.stats.recomputed_tokens += num_tokens
-        request.lost_tokens = num_tokens
-        request.drop_prompt()
+        request.drop_prompt(num_tokens)
         self.waiting.appendleft(request)
 
     def _preempt(self, victim: Sequence) -> None:
@@ -265,8 +252,7 @@ class Scheduler:
             return
         self.stats.recomputed_tokens += victim.num_computed
         self._release(victim)
-        victim.num_preemptions += 1
-        victim.num_computed, victim.num_host_tokens = 0, victim.num_tokens
+        victim.preempted()
         self.preempted.appendleft(victim)
 
     def prefilled(self, prompt: Sequence, logits_row: object) -> None:
@@ -283,9 +269,7 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         sequence.table.free()
         sequence.cached = []
-        if sequence.slot >= 0:
-            self._free_slots.append(sequence.slot)
-            sequence.slot = -1
+        self._slots.give_back(sequence)
 
     def abort(self, request: Request) -> None:
         """Drop whatever of a request waits or runs, and give its blocks back; finished completions stay as they are."""
@@ -305,7 +289,7 @@ class Scheduler:
     def abort_all(self) -> None:
         """Drop everything that waits or runs, wherever an interrupt has struck: every block and slot is free."""
         self.pool.reset()
-        self._free_slots = list(range(self.max_num_seqs - 1, -1, -1))
+        self._slots.reset()
         self.waiting, self.preempted = deque(), deque()
         self.forking, self.running = [], []
 
@@ -313,6 +297,4 @@ class Scheduler:
         """Raise if blocks or slots are not exactly those of the live sequences."""
         prompts = [r.prompt for r in self.forking if r.prompt is not None]
         self.pool.check_integrity([s.table for s in self.running + prompts])
-        taken = sorted(s.slot for s in self.running if not s.is_prompt)
-        if sorted(taken + self._free_slots) != list(range(self.max_num_seqs)):
-            raise RuntimeError(f"slots {taken} in use and {sorted(self._free_slots)} free do not add up")
+        self._slots.check(self.running)

@@ -117,6 +117,16 @@ class Sequence:
             spans=[replace(span) for span in self.spans],
         )
 
+    def preempted(self) -> None:
+        """Its blocks are gone, and all its tokens are to be computed again."""
+        self.num_preemptions += 1
+        self.num_computed, self.num_host_tokens = 0, self.num_tokens
+
+    def share_blocks(self, parent: "Sequence") -> None:
+        """Stand where the parent of this fork stands, on its blocks."""
+        self.table, self.num_computed = parent.table.fork(), parent.num_computed
+        self.num_host_tokens, self.cached = parent.num_host_tokens, list(parent.cached)
+
 
 @dataclass(eq=False)
 class Request:
@@ -180,12 +190,26 @@ class Request:
         seed = self.seed if sampling.seed is None else sampling.seed
         return Request(self.prompt_ids, 1, sampling, seed, self.step, key, self.purpose, max_len, salt=self.salt)
 
+    def begin_next(self, table: BlockTable, slot: int, cached: list[CachedBlock], first_logits: object) -> Sequence:
+        """The next completion, at the prompt's end; `table` holds the prompt's KV."""
+        index, length = self.unforked.popleft(), self.num_prompt_tokens
+        sequence = Sequence(self, index, list(self.prompt_ids), table, length, slot, first_logits, cached=list(cached))
+        self.sequences.append(sequence)
+        return sequence
+
+    def begin_as_fork(self, parent: "Request", sequence: Sequence) -> None:
+        """`sequence`, a fork of one of the parent's, is this request's only completion."""
+        self.policy_version, self.forked_from = parent.policy_version, parent
+        self.unforked.clear()
+        self.sequences.append(sequence)
+
     def start_prompt(self, pool: BlockPool) -> Sequence:
         self.prompt = Sequence(self, -1, list(self.prompt_ids), BlockTable(pool))
         return self.prompt
 
-    def drop_prompt(self) -> None:
+    def drop_prompt(self, lost_tokens: int = 0) -> None:
         """Give the prompt's blocks and logits back; it is prefilled again if completions are still to come."""
+        self.lost_tokens += lost_tokens
         if self.prompt is not None:
             self.prompt.table.free()
         self.prompt = self.logits_row = None

@@ -217,7 +217,7 @@ def test_an_abort_in_the_middle_of_a_step_is_done_at_its_end(monkeypatch: pytest
     """From another thread, which does not wait for the step, and from a hook of the model in the same one."""
     with small_engine(shared_model("qwen3")) as engine:
         handles = [engine.submit(prompt, 2, SAMPLING) for prompt in PROMPTS]
-        runner = engine._runner
+        runner = engine._core.runner
         assert runner is not None
         forward = runner.execute
 
@@ -274,7 +274,7 @@ def test_many_short_calls_in_threads(engine: RolloutEngine) -> None:
 def test_nobody_waits_for_ever_behind_one_who_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever asks for a turn has it after the step that runs, however eager the other thread."""
     with small_engine(shared_model("qwen3")) as engine:
-        runner = engine._runner
+        runner = engine._core.runner
         assert runner is not None
         forward, began, asked = runner.execute, threading.Event(), threading.Event()
 
@@ -302,7 +302,7 @@ def test_nobody_waits_for_ever_behind_one_who_steps(monkeypatch: pytest.MonkeyPa
 
 
 def failing_at(engine: RolloutEngine, call: int, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner, calls = engine._runner, itertools.count()
+    runner, calls = engine._core.runner, itertools.count()
     assert runner is not None
     forward = runner.execute
 
@@ -354,7 +354,7 @@ def test_an_error_in_one_thread_reaches_the_others(monkeypatch: pytest.MonkeyPat
 def test_an_interrupt_of_one_who_waits_ends_only_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C reaches the main thread, here while another one steps; that one goes on as if alone."""
     with small_engine(shared_model("qwen3")) as engine:
-        runner, interrupted = engine._runner, threading.Event()
+        runner, interrupted = engine._core.runner, threading.Event()
         assert runner is not None
         forward = runner.execute
 
@@ -402,7 +402,7 @@ def test_closing_the_engine_ends_what_others_wait_for() -> None:
 )
 def test_a_step_inside_a_step_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with small_engine(shared_model("qwen3")) as engine:
-        runner = engine._runner
+        runner = engine._core.runner
         handle = engine.submit(PROMPTS[0], 1, SAMPLING)
         calls: dict[str, Callable[[], object]] = {
             "generate": lambda: engine.generate_rollouts(PROMPTS, 1, SAMPLING),
@@ -567,7 +567,7 @@ def test_weights_written_while_a_step_runs_end_it() -> None:
     model = random_model("qwen3")
     with small_engine(model) as engine, torch.no_grad():
         handle = engine.submit(PROMPTS[0], 2, SAMPLING)
-        layer = engine._runner.view.model.layers[1].mlp  # type: ignore[union-attr]
+        layer = engine._core.runner.view.model.layers[1].mlp  # type: ignore[union-attr]
         engine.step()
         hook = layer.register_forward_pre_hook(lambda *_: setattr(model, "scaled", model.lm_head.weight.mul_(1.5)))
         engine.step()  # the first tokens need no forward

@@ -203,8 +203,8 @@ def test_the_engine_holds_no_second_copy_of_the_weights(arch: str) -> None:
     model = random_model(arch)
     theirs = {parameter.data_ptr() for parameter in model.parameters()}
     with small_engine(model) as engine:
-        assert engine._runner is not None
-        for view in (engine._runner.view, engine.training_view()):
+        assert engine._core.runner is not None
+        for view in (engine._core.runner.view, engine.training_view()):
             assert {parameter.data_ptr() for parameter in view.parameters()} == theirs
 
 
@@ -319,15 +319,15 @@ def test_an_error_in_a_forward_gives_everything_back(
 ) -> None:
     engine = small_engine(shared_model("qwen3"), **TIGHT)
     expected = completions(engine.generate_rollouts(PROMPTS, 4, SAMPLING))
-    assert engine._runner is not None
-    forward, calls = engine._runner.execute, iter(range(1000))
+    assert engine._core.runner is not None
+    forward, calls = engine._core.runner.execute, iter(range(1000))
 
     def failing(*arguments: Any) -> Any:
         if next(calls) == after:
             raise error("injected")
         return forward(*arguments)
 
-    monkeypatch.setattr(engine._runner, "execute", failing)
+    monkeypatch.setattr(engine._core.runner, "execute", failing)
     with pytest.raises(error, match="injected"):
         engine.generate_rollouts(PROMPTS, 4, SAMPLING)
     engine.scheduler.check_integrity()
@@ -339,8 +339,8 @@ def test_a_call_within_a_call_is_refused_and_the_outer_one_goes_on(
     monkeypatch: pytest.MonkeyPatch, alone: list[Any]
 ) -> None:
     engine = small_engine(shared_model("qwen3"))
-    assert engine._runner is not None
-    forward = engine._runner.execute
+    assert engine._core.runner is not None
+    forward = engine._core.runner.execute
 
     def nested(*arguments: Any) -> Any:
         for call in (lambda: engine.generate_rollouts([[1]], 1), engine.weights_updated):
@@ -348,7 +348,7 @@ def test_a_call_within_a_call_is_refused_and_the_outer_one_goes_on(
                 call()
         return forward(*arguments)
 
-    monkeypatch.setattr(engine._runner, "execute", nested)
+    monkeypatch.setattr(engine._core.runner, "execute", nested)
     assert [contents(group) for group in engine.generate_rollouts(PROMPTS, 4, SAMPLING)] == alone
     assert engine.policy_version == 0
 

@@ -237,8 +237,8 @@ def test_require_refuses_where_bits_differ(monkeypatch: pytest.MonkeyPatch) -> N
 def test_one_record_says_how_both_views_compute() -> None:
     with small_engine(random_model("llama")) as engine:
         before = engine.numerics
-        assert engine._runner is not None
-        assert engine._runner.view.numerics is engine.training_view().numerics is before
+        assert engine._core.runner is not None
+        assert engine._core.runner.view.numerics is engine.training_view().numerics is before
         engine.fall_back("a step differs")
         assert engine.numerics == replace(before, exact=False, reason="a step differs")
         assert engine.training_view().numerics is engine.numerics

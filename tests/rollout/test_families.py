@@ -8,7 +8,7 @@ from torch import nn
 
 import tiny_models
 from rollout import RolloutError
-from rollout.model.families import FAMILIES, LayerAttention, family_named
+from rollout.model.families import FAMILIES, LayerAttention, ModelFamily, check_config, family_named
 
 
 @pytest.mark.parametrize("arch", tiny_models.ARCHITECTURES)
@@ -31,6 +31,25 @@ def test_windows_are_those_that_transformers_passes_to_attention(arch: str) -> N
     layers: Any = model.model.layers
     passed = [getattr(layer.self_attn, "sliding_window", None) for layer in layers]
     assert family_named(arch).attention(model.config) == [LayerAttention(window) for window in passed]
+
+
+@pytest.mark.parametrize("arch", tiny_models.ARCHITECTURES)
+def test_scores_are_scaled_as_transformers_modules_say(arch: str) -> None:
+    model = tiny_models.random_model(arch)
+    layers: Any = model.model.layers
+    dim = layers[0].self_attn.head_dim
+    scales = [layer.scale or dim**-0.5 for layer in family_named(arch).attention(model.config)]
+    assert scales == [layer.self_attn.scaling for layer in layers]
+
+
+@pytest.mark.parametrize(("kind", "what"), [({"soft_cap": 50.0}, "a soft cap"), ({"sinks": True}, "sinks")])
+def test_attention_that_no_operation_computes_is_refused(
+    kind: dict[str, Any], what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = [LayerAttention(), LayerAttention(**kind)]
+    monkeypatch.setattr(ModelFamily, "attention", lambda self, config: layers)
+    with pytest.raises(RolloutError, match=f"model_type='qwen3' attends with {what}, which is not supported"):
+        check_config(tiny_models.random_config("qwen3"))
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "qwen3_moe", None, ["qwen3"]], ids=str)

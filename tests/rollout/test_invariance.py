@@ -107,8 +107,8 @@ def warm_cache(model: PreTrainedModel) -> dict[int, Bits]:
 def products_apart(model: PreTrainedModel) -> dict[int, Bits]:
     """Siblings attend the segments that they share each for itself."""
     with small_engine(model) as engine:
-        assert engine._runner is not None
-        engine._runner.group_siblings = False
+        assert engine._core.runner is not None
+        engine._core.runner.group_siblings = False
         return places(engine, ALL)
 
 
@@ -136,8 +136,8 @@ def mixed(seed: int) -> Callable[[PreTrainedModel], dict[int, Bits]]:
             "prefix_cache": draw.random() < 0.7,
         }
         with small_engine(model, **options) as engine:
-            assert engine._runner is not None
-            engine._runner.group_siblings = draw.random() < 0.5
+            assert engine._core.runner is not None
+            engine._core.runner.group_siblings = draw.random() < 0.5
             places(engine, draw.sample(ALL, 2))
             return places(engine, draw.sample(ALL, draw.randint(1, len(ALL))), n=draw.choice([1, N, 2 * N]))
 

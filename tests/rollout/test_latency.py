@@ -131,6 +131,6 @@ def test_a_released_pool_goes_back_to_the_system_and_comes_back() -> None:
 
 def touch(engine: RolloutEngine) -> None:
     """Fill the pool with what is there already, so that no page of it is one that the system has yet to hand out."""
-    assert engine._runner is not None
-    for tensor in (engine._runner.cache.keys, engine._runner.cache.values):
+    assert engine._core.runner is not None
+    for tensor in (engine._core.runner.cache.keys, engine._core.runner.cache.values):
         tensor.mul_(1.0)

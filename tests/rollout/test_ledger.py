@@ -116,18 +116,18 @@ GROUP = LayerGroup(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=16, dtype
 def test_the_pool_and_its_padding_block_stay_within_the_fraction(total: int, blocks: int) -> None:
     """Half of the total is the pool's; 4 sequences of 65 tokens need 4 x (5 + 1) blocks at most."""
     config = RolloutConfig(memory_fraction=0.5, max_num_seqs=4)
-    assert pool_size(config, GROUP, 65, total) == blocks
+    assert pool_size(config, [GROUP], 65, total) == blocks
     assert (blocks + 1) * 2048 <= total / 2
 
 
 @pytest.mark.parametrize(("total", "missing"), [(8190, 1), (4096, 2048), (1, 4096)])
 def test_a_pool_of_not_one_block_names_the_bytes_that_are_missing(total: int, missing: int) -> None:
     with pytest.raises(RolloutError, match=rf"memory_fraction=0\.5 of {total} bytes.*\({missing} bytes are missing\)"):
-        pool_size(RolloutConfig(memory_fraction=0.5), GROUP, 64, total)
+        pool_size(RolloutConfig(memory_fraction=0.5), [GROUP], 64, total)
 
 
 def test_given_blocks_are_taken_whatever_the_fraction() -> None:
-    assert pool_size(RolloutConfig(num_blocks=1000), GROUP, 64, 1) == 1000
+    assert pool_size(RolloutConfig(num_blocks=1000), [GROUP], 64, 1) == 1000
 
 
 @pytest.mark.parametrize(("sequences", "length", "blocks"), [(1, 1, 2), (1, 16, 2), (1, 17, 3), (3, 33, 12)])

@@ -93,7 +93,7 @@ class Soak:
 
     def _disturbed(self, error: type[BaseException]) -> None:
         """In the middle of a forward: the first layer has written its KV. An interrupt is a real SIGINT."""
-        assert self.engine._runner is not None
+        assert self.engine._core.runner is not None
         left = self.draw.randrange(1, 25)
 
         def disturb(*_: object) -> None:
@@ -104,7 +104,7 @@ class Soak:
             elif left == 0:
                 raise error
 
-        hook = self.engine._runner.view.model.layers[0].mlp.register_forward_pre_hook(disturb)
+        hook = self.engine._core.runner.view.model.layers[0].mlp.register_forward_pre_hook(disturb)
         try:
             with pytest.raises(error):
                 self.draw.choice([self.plain, self._submitted])()

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rollout import Rollout, RolloutEngine, RolloutError, RolloutHandle, SamplingParams, TokenEvent
+from rollout.engine.steering import force
 from rollout.forward.packing import build_pack
 from rollout.forward.runner import ModelRunner
 from rollout.forward.sampler import sample
@@ -83,16 +84,16 @@ class Run:
         return [(handle, rollout) for handle in handles for rollout in handle.group().rollouts]
 
     def look(self, handle: RolloutHandle) -> None:
-        assert self.engine._runner is not None
+        assert self.engine._core.runner is not None
         for sequence in [s for s in handle.request.sequences if s.finish_reason is None]:
             if sequence.table.blocks and not sequence.recomputing:
-                kv = stored(self.engine._runner.cache, sequence.table, sequence.num_computed)
+                kv = stored(self.engine._core.runner.cache, sequence.table, sequence.num_computed)
                 self.kv[handle.request.key, sequence.index] = kv
             length = len(sequence.completion_ids)
             if length in self.forced:
                 draw = random.Random(f"{handle.request.key} {sequence.index} {length}")
                 ids = [draw.randrange(VOCAB) for _ in range(self.forced[length])]
-                self.engine._core.force(handle, sequence.index, ids)
+                force(self.engine._core, handle, sequence.index, ids)
 
 
 def replay(model: PreTrainedModel, request: Request, made: Rollout) -> tuple[Tensor, list[tuple[int, float, float]]]:
@@ -193,7 +194,7 @@ def test_a_fork_has_its_parents_forced_tokens(options: dict[str, Any], steps: in
     model = shared_model("qwen3")
     with small_engine(model, **options) as engine:
         parent = begin(engine, 4)
-        engine._core.force(parent, 0, [7] * 9)
+        force(engine._core, parent, 0, [7] * 9)
         for _ in range(steps):
             engine.step()
         fork = engine.fork(parent, 0)
@@ -221,7 +222,7 @@ def test_an_end_token_among_forced_ones_ends_nothing_and_a_drawn_one_does() -> N
         handle = engine.submit([1], 1, sampling)
         while not handle.request.sequences or len(handle.request.sequences[0].logprobs) < 2:
             engine.step()
-        engine._core.force(handle, 0, [9, 1])
+        force(engine._core, handle, 0, [9, 1])
         while engine.has_work:
             engine.step()
     (rollout,) = handle.rollouts
@@ -233,7 +234,7 @@ def test_an_end_token_among_forced_ones_ends_nothing_and_a_drawn_one_does() -> N
 def test_forced_tokens_count_for_the_length_and_not_as_drawn() -> None:
     with small_engine(shared_model("qwen3")) as engine:
         handle = begin(engine, 2)
-        engine._core.force(handle, 0, [1] * 31)  # one place is left
+        force(engine._core, handle, 0, [1] * 31)  # one place is left
         engine.step()
         (rollout,) = handle.rollouts
         assert (len(rollout.completion_ids), rollout.finish_reason) == (34, "length")
@@ -243,7 +244,7 @@ def test_forced_tokens_count_for_the_length_and_not_as_drawn() -> None:
 def test_events_bring_forced_tokens_with_their_mask() -> None:
     with small_engine(shared_model("qwen3")) as engine:
         handle = begin(engine, 2)
-        engine._core.force(handle, 0, [5, 6])
+        force(engine._core, handle, 0, [5, 6])
         engine.step()
         events = [event for event in handle.events() if isinstance(event, TokenEvent)]
     assert [event.place for event in events] == [0, 1, 2, 3, 4]
@@ -270,7 +271,7 @@ def test_what_cannot_be_forced_is_refused_and_changes_nothing(ids: Any, said: st
         (expected,) = engine.generate_rollouts(PROMPTS[:1], 1, SAMPLING)[0].rollouts
         handle = begin(engine, 4)
         with pytest.raises(RolloutError, match=said):
-            engine._core.force(handle, 0, ids)
+            force(engine._core, handle, 0, ids)
         while engine.has_work:
             engine.step()
     assert handle.rollouts == [expected]
@@ -292,6 +293,6 @@ def test_only_a_running_completion_goes_on_behind_forced_tokens(make: Callable[[
         with pytest.raises(
             RolloutError, match="completion 0 of this request is not running, so it cannot be continued"
         ):
-            engine._core.force(make(engine), 0, [1])
+            force(engine._core, make(engine), 0, [1])
         with pytest.raises(RolloutError, match="this handle is of another engine"):
-            engine._core.force(begin(other, 2), 0, [1])
+            force(engine._core, begin(other, 2), 0, [1])

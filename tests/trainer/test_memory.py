@@ -143,6 +143,7 @@ def test_what_rests_is_in_both_columns_and_the_rest_in_its_own() -> None:
     ledger = build_ledger(
         weights=1,
         pool=2,
+        slots=3,
         rollout_activations=50,
         capacity=1000,
         process=7,
@@ -160,12 +161,12 @@ def test_what_rests_is_in_both_columns_and_the_rest_in_its_own() -> None:
         "fp32 gradients": (0, 100),
         "activations and logits": (50, 300),
         "KV pool": (2, 2),
-        "state slots": (0, 0),
+        "state slots": (3, 3),
         "process": (7, 7),
         "heap holes": (25, 200),
     }
-    # 1 + 10 + 20 + 40 + 2 + 7 rest
-    assert (ledger.rollout_peak, ledger.training_peak, ledger.missing) == (80 + 75, 80 + 600, 0)
+    # 1 + 10 + 20 + 40 + 2 + 3 + 7 rest
+    assert (ledger.rollout_peak, ledger.training_peak, ledger.missing) == (83 + 75, 83 + 600, 0)
 
 
 # -- a machine that is too small ----------------------------------------------------------------------------------

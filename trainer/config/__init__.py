@@ -1,23 +1,13 @@
 """The configuration: its schema, and what is refused of it before anything loads."""
 
+from trainer.config.algorithm_options import AlgorithmConfig
 from trainer.config.checks import parse_config, sampling_params, text_keys, trajectory_keys
-from trainer.config.schema import (
-    AlgorithmConfig,
-    ArithmeticConfig,
-    ConfigError,
-    CustomRewardConfig,
-    HFModelConfig,
-    JsonlConfig,
-    ModelConfig,
-    OptimConfig,
-    RewardConfig,
-    SamplingConfig,
-    TaskConfig,
-    TinyModelConfig,
-    TrackingConfig,
-    TrainerConfig,
-    WandbConfig,
-)
+from trainer.config.model_options import HFModelConfig, ModelConfig, TinyModelConfig
+from trainer.config.reward_options import CustomRewardConfig, RewardConfig
+from trainer.config.schema import OptimConfig, SamplingConfig, TrainerConfig
+from trainer.config.setting import ConfigError
+from trainer.config.task_options import ArithmeticConfig, JsonlConfig, TaskConfig
+from trainer.config.tracking_options import TrackingConfig, WandbConfig
 
 __all__ = [
     "AlgorithmConfig",

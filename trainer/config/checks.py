@@ -12,7 +12,8 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rollout import RolloutError, SamplingParams
-from trainer.config.schema import OPTIONS, ConfigError, TrainerConfig, default_option, every_key, options_with
+from trainer.config.schema import OPTIONS, TrainerConfig, default_option, every_key, options_with
+from trainer.config.setting import ConfigError
 
 # a rollout is a function of its own inputs, so the engine's sizes change its speed and nothing else
 _ROLLOUT_SIZES = {

@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 
 from rollout import RolloutError
 from rollout.memory import device_bytes, pool_size
-from rollout.model import LayerGroup, default_dtype, longest_sequence, resolve_device
+from rollout.model import LayerGroup, default_dtype, layer_groups, longest_sequence, resolve_device
 from trainer.config import ConfigError, TrainerConfig
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ def check_limits(
         _check_length(demand, limit)
     dtype = getattr(torch, config.rollout.dtype, None) or default_dtype(model.dtype, device)
     for demand in demands:
-        _check_pool(config, LayerGroup.of(model, dtype), device, demand, limit)
+        _check_pool(config, layer_groups(model, dtype), device, demand, limit)
 
 
 def _check_vocabulary(config: TrainerConfig, size: int) -> None:
@@ -99,14 +99,16 @@ def _check_length(demand: _Demand, limit: int) -> None:
         )  # fmt: skip
 
 
-def _check_pool(config: TrainerConfig, group: LayerGroup, device: torch.device, demand: _Demand, limit: int) -> None:
+def _check_pool(
+    config: TrainerConfig, groups: Sequence[LayerGroup], device: torch.device, demand: _Demand, limit: int
+) -> None:
     """A sequence that outgrows the pool would end there, though the pool's size is said to change nothing."""
     size = config.rollout.block_size
     prompt = max(length for length in demand.lengths if length < limit)
     needed = -(-min(prompt + demand.new, limit) // size)
     try:
         alone = replace(config.rollout, max_num_seqs=1)
-        blocks = pool_size(alone, group, min(prompt + demand.new, limit), device_bytes(device))
+        blocks = pool_size(alone, groups, min(prompt + demand.new, limit), device_bytes(device))
     except RolloutError as error:
         raise ConfigError(f"rollout.{error}") from error
     if blocks < needed:
