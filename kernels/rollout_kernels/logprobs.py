@@ -48,11 +48,15 @@ def token_logprobs(z: Tensor, tokens: Tensor, kept: Tensor | None = None) -> Ten
 
 
 def entropy(z: Tensor, kept: Tensor | None = None) -> Tensor:
-    """Entropy in nats of softmax(z) for each row of z [R, V], over the tokens in `kept` where it is given: fp32 [R]."""
+    """Entropy in nats of softmax(z) for each row of z [R, V], over the tokens in `kept` where it is given: fp32 [R].
+
+    Differentiable in z.
+    """
     if kept is not None:
         z = z.masked_fill(~kept, -torch.inf)
-    probs = z.softmax(-1)
-    return z.logsumexp(-1) - torch.where(probs > 0, probs * z, 0.0).sum(-1)
+    # 0 times -inf would be nan, in the sum or in its gradient
+    values = z.masked_fill(z == -torch.inf, 0.0)
+    return z.logsumexp(-1) - (z.softmax(-1) * values).sum(-1)
 
 
 def sample_inverse_cdf(ops: Ops, z: Tensor, uniform: Tensor, kept: Tensor | None = None) -> Tensor:

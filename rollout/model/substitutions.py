@@ -54,6 +54,33 @@ class FusedMLP(nn.Module):
         return out
 
 
+class HeadTap(nn.Module):
+    """Stands in for the output embeddings and lets hidden states through; logits are made of few rows at a time."""
+
+    def __init__(self, head: Any) -> None:
+        super().__init__()
+        self.weight, self.bias = head.weight, head.bias
+        self._kept = (head,)  # no submodule: parameters keep their names
+
+    @property
+    def head(self) -> Any:
+        """What it stands in for."""
+        return self._kept[0]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[R, D] -> [R, V]"""
+        out: Tensor = self.head(hidden)
+        return out
+
+
+def tap_head(view: PreTrainedModel) -> None:
+    """What a forward returns as its logits are then the hidden states behind the last norm."""
+    view.set_output_embeddings(HeadTap(view.get_output_embeddings()))
+
+
 def substitute_silu(view: PreTrainedModel, ops: Ops) -> None:
     """Replace SiLU, whose bits depend on the tensor's size, by a form whose do not."""
     for module in view.modules():

@@ -17,6 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from rollout.errors import RolloutError
 from rollout.model.kv_cache import KVCache
 from rollout.model.numerics import Numerics
+from rollout.model.substitutions import HeadTap, tap_head
 from rollout.torch_state import own_torch_state
 from rollout_kernels.attention import training_attention
 from rollout_kernels.attention_plan import AttentionPlan
@@ -128,6 +129,7 @@ def make_view(module: PreTrainedModel, numerics: Numerics) -> PreTrainedModel:
     view.set_attn_implementation(ATTENTION_NAME)
     for substitute in numerics.substitutions:
         substitute(view, numerics.ops)
+    tap_head(view)
     return view
 
 
@@ -169,10 +171,16 @@ def check_shared(module: PreTrainedModel, expected: Identity) -> None:
             )
 
 
-def raw_logits(
+def head_of(view: PreTrainedModel) -> HeadTap:
+    head = view.get_output_embeddings()
+    assert isinstance(head, HeadTap)
+    return head
+
+
+def hidden_states(
     view: PreTrainedModel, context: AttentionContext, ids: Tensor, positions: Tensor, rows: Tensor
 ) -> Tensor:
-    """One forward over ids [T] at positions [T]: logits [R, V] of the token rows [R], in the model's dtype.
+    """One forward over ids [T] at positions [T]: what the head multiplies of the token rows [R]: [R, D].
 
     T and R are multiples of numerics.row_multiple. The caller's autocast and inference mode do not reach the model.
     """
@@ -184,5 +192,14 @@ def raw_logits(
             logits_to_keep=rows,
             attention_context=context,
         )
-    logits: Tensor = out.logits[0]
-    return logits
+    hidden: Tensor = out.logits[0]
+    return hidden
+
+
+def raw_logits(
+    view: PreTrainedModel, context: AttentionContext, ids: Tensor, positions: Tensor, rows: Tensor
+) -> Tensor:
+    """The same with the head behind it: logits [R, V], in the model's dtype."""
+    hidden = hidden_states(view, context, ids, positions, rows)
+    with own_torch_state(view.numerics.num_threads):
+        return head_of(view).logits(hidden)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from backends import has_kernels
 from rollout.forward.packing import build_pack
 from rollout.model.kv_cache import LayerGroup
-from rollout.model.substitutions import FusedLinear, FusedMLP, FusedRMSNorm
+from rollout.model.substitutions import FusedLinear, FusedMLP, FusedRMSNorm, HeadTap
 from rollout.model.views import AttentionContext, bare_view, make_view, raw_logits
 from rollout_kernels.shapes import ROW_MULTIPLE
 from tiny_models import ARCHITECTURES, numerics_of, random_model, random_prompts, shared_model
@@ -37,7 +37,8 @@ def _compiled() -> None:
 
 def kinds(model: PreTrainedModel) -> Counter[str]:
     """How many modules there are of the kinds that may be replaced; transformers' norms and MLPs by their suffix."""
-    names = [type(module).__name__ for module in model.modules()]
+    heads = [module.head for module in model.modules() if isinstance(module, HeadTap)]
+    names = [type(module).__name__ for module in (*model.modules(), *heads)]
     theirs = [n if n.startswith("Fused") else next((s for s in ("RMSNorm", "MLP") if n.endswith(s)), n) for n in names]
     return Counter(n for n in theirs if n in {"Linear", "RMSNorm", "MLP", "FusedLinear", "FusedRMSNorm", "FusedMLP"})
 
