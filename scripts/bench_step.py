@@ -26,7 +26,7 @@ from bench_report import (
     write_json,
 )
 from rollout import RolloutEngine
-from trainer.config import AlgorithmConfig, OptimConfig, SamplingConfig, TrainerConfig
+from trainer.config import ClippedConfig, OptimConfig, SamplingConfig, TrainerConfig
 from trainer.data.rows import Row
 from trainer.data.tasks import RewardFunction
 from trainer.optimizer import MasterAdamW
@@ -60,7 +60,7 @@ def reward_of(vocab_size: int) -> RewardFunction:
 def make_trainer(engine: RolloutEngine, workload: Workload, micro_batch_tokens: int, lr: float) -> Trainer:
     """The trainer's own steps on the workload, without end tokens, at a constant learning rate."""
     config = TrainerConfig(
-        algorithm=AlgorithmConfig(
+        algorithm=ClippedConfig(
             prompts_per_step=workload.num_prompts, group_size=workload.n, micro_batch_tokens=micro_batch_tokens
         ),
         rollout=engine.config,
@@ -105,7 +105,7 @@ def timed_step(trainer: Trainer, i: int) -> Figures:
 def main(arguments: list[str] | None = None) -> None:
     parser = make_parser(__doc__)
     add_comparison(parser, repeats=3, key=KEY)
-    default = AlgorithmConfig().micro_batch_tokens
+    default = ClippedConfig().micro_batch_tokens
     parser.add_argument(
         "--micro-batch-tokens", type=int, default=default, metavar="TOKENS", help=f"per forward; default: {default}"
     )

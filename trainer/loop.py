@@ -11,6 +11,7 @@ from trainer.run import Run
 from trainer.signals import Interrupted, interrupts
 from trainer.step import StepResult
 from trainer.storage.checkpoint import TrainerState, save_checkpoint
+from trainer.tracking.collapse import CollapseError
 from trainer.tracking.metrics import memory_metrics
 from trainer.tracking.summary import write_summary
 from trainer.tracking.tracking import Metrics, Progress
@@ -40,6 +41,11 @@ def train(run: Run) -> None:
                     _save(run)
                 if i + 1 < steps:  # else nothing is left but the summary
                     interrupts.release()
+                run.collapse.check(result.metrics, i + 1)
+        except CollapseError:
+            if config.checkpoint.every and run.saved_step != run.whole_steps:
+                _save(run)
+            raise
         except Interrupted as stop:
             # weights are ahead of what is written down only where a second signal did not wait
             new = run.whole_steps not in (run.start_step, run.saved_step)
@@ -54,7 +60,8 @@ def _save(run: Run) -> None:
     config, engine, step = run.config, run.engine, run.whole_steps
     with run.timer.phase("checkpoint"):
         chosen, kernels = trajectory_keys(config), engine.numerics.ops.identity
-        state = TrainerState(step, chosen, torch.get_num_threads(), kernels, run.contents)
+        refilled = run.trainer.collector.num_refilled
+        state = TrainerState(step, chosen, torch.get_num_threads(), kernels, run.contents, refilled)
         keep, optimizer = config.checkpoint.keep, run.trainer.optimizer
         save_checkpoint(run.run_dir, state, engine.module, run.tokenizer, optimizer, keep, run.prompts)
     run.saved_step = step
@@ -68,7 +75,7 @@ def _due(every: int, step: int, last: int) -> bool:
 def _evaluate(run: Run, step: int) -> Metrics:
     trainer, limit = run.trainer, run.config.eval.max_new_tokens or run.trainer.sampling.max_new_tokens
     with run.timer.phase("eval"):
-        return evaluate(run.engine, run.task.eval_rows, trainer.reward, trainer.sampling, limit, step)
+        return evaluate(run.engine, run.task.eval_rows, trainer.collector.reward, trainer.sampling, limit, step)
 
 
 def _record_first(run: Run) -> None:

@@ -95,13 +95,12 @@ class MasterAdamW:
     def step(self, lr: float) -> float:
         """Clip, step, write back and clear the gradients; returns the gradient norm before clipping.
 
-        Without any gradient (nothing counted in the loss) nothing moves, moments included.
+        Without any gradient (nothing counted in the loss), and with one that is not finite, nothing moves, moments
+        included.
         """
         gradients = [m.grad for m in self.masters.values() if m.grad is not None]
         norm = nn.utils.get_total_norm(gradients) if gradients else torch.zeros((), dtype=torch.float32)
-        if not math.isfinite(norm):
-            raise FloatingPointError(f"gradient norm is {float(norm)}; the weights were left as they are")
-        if norm > 0.0:
+        if math.isfinite(norm) and norm > 0.0:
             nn.utils.clip_grads_with_norm_(list(self.masters.values()), self.config.max_grad_norm, norm)
             for group in self._adamw.param_groups:
                 group["lr"] = lr

@@ -38,6 +38,7 @@ from trainer.storage import checkpoint
 from trainer.storage.digests import check_contents, model_contents, task_contents
 from trainer.storage.run_folder import RunFolder
 from trainer.storage.writing import WriteError, writing
+from trainer.tracking.collapse import CollapseWatch
 from trainer.tracking.timing import PhaseTimer
 from trainer.tracking.tracking import MetricsFile, SafeTracker, make_tracker
 from trainer.warm_start import warm_started_tiny
@@ -60,6 +61,7 @@ class Run:
     trainer: Trainer
     start_step: int
     memory: MemoryWatch
+    collapse: CollapseWatch
     metrics_file: MetricsFile
     tracker: SafeTracker
     whole_steps: int = 0
@@ -144,6 +146,8 @@ def _prepare(config: TrainerConfig, folder: RunFolder) -> Run:
     values = _save_config(config, folder.path / "config.yaml")
     view = None if reference is None else _frozen_view(engine, reference)
     rows = RowStream(inputs.task.train_rows, config.seed)
+    trainer = Trainer(config, engine, optimizer, rows, inputs.reward, reference=view, timer=timer)
+    trainer.collector.num_refilled = 0 if state is None else state.num_refilled
     return Run(
         config=config,
         folder=folder,
@@ -151,9 +155,10 @@ def _prepare(config: TrainerConfig, folder: RunFolder) -> Run:
         contents=inputs.contents,
         prompts=kept_prompts(inputs.task),
         tokenizer=inputs.tokenizer,
-        trainer=Trainer(config, engine, optimizer, rows, inputs.reward, reference=view, timer=timer),
+        trainer=trainer,
         start_step=start,
         memory=MemoryWatch(ledger, device),
+        collapse=CollapseWatch(config.stop),
         metrics_file=MetricsFile(folder.path / "metrics.jsonl", start),
         tracker=make_tracker(config.tracking, folder.path, config.name, values if start < config.steps else None),
     )

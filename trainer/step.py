@@ -1,40 +1,32 @@
 """One training step: sample, score, compare, update, swap."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rollout import ExactnessError, RolloutEngine, RolloutError, RolloutGroup
+from rollout import ExactnessError, RolloutEngine, RolloutGroup
 from rollout.forward import TokenScores, score_tokens
-from trainer.algorithm.advantages import group_advantages
-from trainer.algorithm.batch import StepTotals, TrainingBatch, micro_batches
-from trainer.algorithm.losses import LossFunction, PolicyLoss, policy_loss
+from trainer.algorithm.advantages import AdvantageFunction
+from trainer.algorithm.batch import StepTokens, StepTotals, TrainingBatch, micro_batches
+from trainer.algorithm.compose import make_advantages, make_loss
+from trainer.algorithm.credit import token_advantages
+from trainer.algorithm.divergences import DIVERGENCES
+from trainer.algorithm.losses import LossFunction, PolicyLoss
+from trainer.collecting import Collected, Collector, RowSource
 from trainer.config import TrainerConfig, sampling_params
-from trainer.data.rows import Row
+from trainer.data.rows import MINIBATCH_PURPOSE, Row, permutation
 from trainer.data.tasks import RewardFunction
 from trainer.optimizer import MasterAdamW, learning_rate
-from trainer.rewards.rewards import score, shuffled
 from trainer.signals import interrupts
-from trainer.tracking.metrics import UpdateMetrics, completion_metrics, engine_metrics
+from trainer.tracking.metrics import UpdateMetrics
 from trainer.tracking.timing import PhaseTimer
 from trainer.tracking.tracking import Metrics
 
 logger = logging.getLogger(__name__)
-
-AdvantageFunction = Callable[[Tensor], Tensor]
-"""Rewards, fp64 [groups, n] -> advantages, fp32 [groups, n]."""
-
-
-class RowSource(Protocol):
-    """Where the rows of a step come from; trainer.data.rows.RowStream is one."""
-
-    def take(self, start: int, count: int) -> list[Row]: ...
 
 
 @dataclass(frozen=True)
@@ -46,7 +38,7 @@ class StepResult:
     rewards: Tensor
     """fp64 [G, n]"""
     advantages: Tensor
-    """fp32 [G, n]"""
+    """fp32 [T], of the step's completion tokens in order of group, rollout, place."""
     metrics: Metrics
 
 
@@ -72,114 +64,144 @@ class Trainer:
         max_new_tokens: Sequence[int] | None = None,
         timer: PhaseTimer | None = None,
     ) -> None:
-        algorithm = config.algorithm
         self.config, self.engine, self.optimizer = config, engine, optimizer
-        self.rows, self.reward, self.reference = rows, reward, reference
+        self.reference = reference
         self.policy = engine.training_view(gradient_checkpointing=config.model.gradient_checkpointing)
         self.sampling = sampling_params(config)
-        self.max_new_tokens = max_new_tokens
         self.timer = timer or PhaseTimer()
-        self.advantages = advantages or partial(group_advantages, scale=algorithm.scale_rewards)
-        self.loss = loss or partial(
-            policy_loss, clip_low=algorithm.clip_low, clip_high=algorithm.clip_high, kl_coef=algorithm.kl_coef
-        )
+        self.collector = Collector(config, engine, rows, reward, self.sampling, max_new_tokens, self.timer)
+        self.advantages = advantages or make_advantages(config.algorithm)
+        self.loss = loss or make_loss(config.algorithm)
 
     def step(self, i: int) -> StepResult:
-        """Step i, counted from 0: its rollouts, one optimizer step in place, and the engine told of the new weights.
+        """Step i, counted from 0: its rollouts, its updates of the weights in place, and the engine told of them.
 
-        Signals are held from the optimizer step on: whoever has written the step down lets them go, by
+        Signals are held from the first optimizer step on: whoever has written the step down lets them go, by
         trainer.signals.interrupts.release(). Raises RolloutError if no row could be run, or for what a reward does
         wrong, and ExactnessError if config.rollout.exact requires exactness and the step shows a difference.
         """
         with self.timer.phase("step"):
-            before = self.engine.stats()
-            rows, groups = self.rollouts(i)
-            metrics = engine_metrics(before, self.engine.stats())
-            with self.timer.phase("reward"):
-                rewards = self.score(rows, groups, i)
-                advantages = self.advantages(rewards)
+            collected = self.collector.collect(i)
             with self.timer.phase("update"):
-                metrics |= self.update(groups, advantages, i)
+                tokens = self.prepare(collected)
+                metrics = collected.metrics | self.update(tokens, i)
                 with self.timer.phase("swap"):
                     self.engine.weights_updated()
-        return StepResult(rows, groups, rewards, advantages, metrics | completion_metrics(groups, rewards))
+        return StepResult(collected.rows, collected.groups, collected.rewards, tokens.advantages, metrics)
 
-    def rollouts(self, i: int) -> tuple[list[Row], list[RolloutGroup]]:
-        """The step's rows and their groups; a row whose prompt the engine cannot take is skipped and logged."""
-        algorithm, sampling = self.config.algorithm, self.sampling
-        first = i * algorithm.prompts_per_step
-        rows = self.rows.take(first, algorithm.prompts_per_step)
-        keys = [place % 2**32 for place in range(first, first + len(rows))]
-        limits = self.max_new_tokens
-        with self.timer.phase("rollout"):
-            groups = self.engine.generate_rollouts(
-                [row.engine_prompt for row in rows],
-                algorithm.group_size,
-                sampling if limits is None else [replace(sampling, max_new_tokens=limit) for limit in limits],
-                step=i,
-                keys=keys,
-                on_error="return",
-            )
-        for place, group in zip(keys, groups, strict=True):
-            if group.error is not None:
-                logger.warning("row at place %d of the data stream skipped: %s", place, group.error)
-        good = [(row, group) for row, group in zip(rows, groups, strict=True) if group.error is None]
-        if not good:
-            raise RolloutError(f"step {i + 1}: none of its {len(rows)} prompts could be run; {groups[0].error}")
-        return [row for row, _ in good], [group for _, group in good]
+    # -- what is known before the update ------------------------------------------------------------------------
 
-    def score(self, rows: list[Row], groups: list[RolloutGroup], i: int) -> Tensor:
-        """Rewards of the groups' rollouts, fp64 [groups, n]."""
-        rewards = score(self.reward, rows, groups)
-        if self.config.reward.shuffle:
-            rewards = shuffled(rewards, self.config.seed, i)
-        return torch.tensor(rewards, dtype=torch.float64).view(len(groups), self.config.algorithm.group_size)
+    def prepare(self, collected: Collected) -> StepTokens:
+        """The step's tokens, with their advantages and all that is to be measured under the weights of now."""
+        algorithm = self.config.algorithm
+        tokens = StepTokens.of(collected.groups, exact=self.engine.numerics.exact)
+        keep = collected.scored
+        if algorithm.truncated == "mask":
+            ended = [r.finish_reason != "length" for group in collected.groups for r in group.rollouts]
+            keep = keep & torch.tensor(ended, dtype=torch.bool).view(keep.shape)
+        tokens = self._measured(tokens.masked(keep))
+        penalised = algorithm.kl_in != "loss" and bool(algorithm.kl_coef)
+        advantages = token_advantages(
+            tokens,
+            collected.rewards,
+            collected.scored,
+            self.advantages,
+            penalty=self._penalty if penalised else None,
+            penalise=algorithm.kl_in,
+            whitened=algorithm.whiten,
+        )
+        return replace(tokens, advantages=advantages)
 
-    def update(self, groups: list[RolloutGroup], advantages: Tensor, i: int) -> Metrics:
-        """Accumulate the loss of all micro-batches (advantages: [groups, n]), then one optimizer step, in place."""
-        engine, optim = self.engine, self.config.optim
+    def _penalty(self, log_ratios: Tensor) -> Tensor:
+        algorithm = self.config.algorithm
+        return algorithm.kl_coef * DIVERGENCES[algorithm.kl_estimator](log_ratios)
+
+    def _measured(self, tokens: StepTokens) -> StepTokens:
+        """With log-probs of the reference, and of the policy where they are not known and will be asked for."""
+        algorithm = self.config.algorithm
+        several = algorithm.epochs * algorithm.minibatches > 1
+        corrected, penalised = algorithm.correction != "none", algorithm.kl_in != "loss" and algorithm.kl_coef > 0
+        unknown = tokens.old_logprobs is None and (several or corrected or penalised)
+        if unknown or algorithm.top_entropy < 1.0:
+            old, entropy = self._scored(self.policy, tokens)
+            tokens = replace(tokens, old_logprobs=old if tokens.old_logprobs is None else tokens.old_logprobs)
+            if algorithm.top_entropy < 1.0:
+                tokens = replace(tokens, teaches=_highest(entropy, tokens.loss_mask, algorithm.top_entropy))
+        if self.reference is not None:
+            tokens = replace(tokens, ref_logprobs=self._scored(self.reference, tokens)[0])
+        return tokens
+
+    @torch.no_grad()
+    def _scored(self, view: PreTrainedModel, tokens: StepTokens) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies under a view's weights, fp32 [T] each."""
+        logprobs, entropy = torch.zeros_like(tokens.rollout_logprobs), torch.zeros_like(tokens.rollout_logprobs)
+        for batch in self._micro_batches(tokens):
+            with self.timer.phase("forward"):
+                scores = score_tokens(view, batch.pack, self.sampling)
+                logprobs[batch.tokens], entropy[batch.tokens] = scores.logprobs.cpu(), scores.entropy.cpu()
+        return logprobs, entropy
+
+    # -- the update ---------------------------------------------------------------------------------------------
+
+    def update(self, tokens: StepTokens, i: int) -> Metrics:
+        """Epochs of minibatches: each accumulates the loss of its micro-batches and steps the weights in place.
+
+        Without groups (dynamic sampling found none that teaches) nothing moves. A gradient that is not finite moves
+        nothing either, and is counted.
+        """
+        metrics = UpdateMetrics()
+        lr = learning_rate(self.config.optim, i, self.config.steps)
+        norms: list[float] = []
+        for groups in self._minibatches(len(tokens.groups), i):
+            totals = StepTotals.of(tokens, groups, self.sampling.max_new_tokens)
+            for batch in self._micro_batches(tokens, groups):
+                with self.timer.phase("forward"):
+                    scores, loss = self._forward(batch, totals, known=tokens.old_logprobs is not None)
+                with self.timer.phase("backward"):
+                    loss.loss.backward()  # type: ignore[no-untyped-call]
+                metrics.add(batch, scores, loss, drawn_by_these_weights=not norms)
+            self._hold_exactness(metrics.gap_max)
+            # from here on the step is finished, or the weights would be ahead of what is written down
+            interrupts.hold()
+            with self.timer.phase("optimizer"):
+                norms.append(self.optimizer.step(lr))
+        return metrics.result(norms) | {"learning_rate": lr}
+
+    def _minibatches(self, num_groups: int, i: int) -> Iterator[list[int] | None]:
+        """Places of the groups of each optimizer step; None: all. Dealt out anew every epoch."""
+        algorithm = self.config.algorithm
+        for epoch in range(algorithm.epochs):
+            if algorithm.minibatches == 1:
+                yield None
+                continue
+            order = permutation(num_groups, self.config.seed, MINIBATCH_PURPOSE, i * algorithm.epochs + epoch).tolist()
+            count = min(algorithm.minibatches, num_groups)
+            yield from (sorted(order[k::count]) for k in range(count))
+
+    def _micro_batches(self, tokens: StepTokens, groups: Sequence[int] | None = None) -> Iterator[TrainingBatch]:
+        engine = self.engine
         batches = micro_batches(
-            groups,
-            advantages,
+            tokens,
             engine.layer_group,
             engine.device,
             max_tokens=self.config.algorithm.micro_batch_tokens,
             row_multiple=engine.numerics.row_multiple,
+            groups=groups,
         )
-        totals = StepTotals.of(groups)
-        metrics = UpdateMetrics(totals.num_tokens)
-        for batch in self._timed(batches):
-            with self.timer.phase("forward"):
-                scores, loss = self._forward(batch, totals)
-            with self.timer.phase("backward"):
-                loss.loss.backward()  # type: ignore[no-untyped-call]
-            metrics.add(batch, scores, loss)
-        self._hold_exactness(metrics.gap_max)
-        # from here on the step is finished, or the weights would be ahead of what is written down
-        interrupts.hold()
-        lr = learning_rate(optim, i, self.config.steps)
-        with self.timer.phase("optimizer"):
-            grad_norm = self.optimizer.step(lr)
-        return metrics.result() | {"grad_norm": grad_norm, "learning_rate": lr}
-
-    def _timed(self, batches: Iterator[TrainingBatch]) -> Iterator[TrainingBatch]:
-        """Packing counts for the forward."""
         while True:
-            with self.timer.phase("forward"):
+            with self.timer.phase("forward"):  # packing counts for the forward
                 batch = next(batches, None)
             if batch is None:
                 return
             yield batch
 
-    def _forward(self, batch: TrainingBatch, totals: StepTotals) -> tuple[TokenScores, PolicyLoss]:
-        scores = score_tokens(self.policy, batch.pack, self.sampling)
-        if not self.engine.numerics.exact:
-            # where the generator's log-probs are not the trainer's in every bit, the trainer's own take their place
+    def _forward(self, batch: TrainingBatch, totals: StepTotals, *, known: bool) -> tuple[TokenScores, PolicyLoss]:
+        """known: whether the batch's old log-probs are the trainer's; else those of this very forward are."""
+        needs_entropy = self.config.algorithm.entropy_coef > 0
+        scores = score_tokens(self.policy, batch.pack, self.sampling, entropy_gradient=needs_entropy)
+        if not known:
             batch = replace(batch, old_logprobs=scores.logprobs.detach())
-        if self.reference is not None:
-            with torch.no_grad():
-                batch = replace(batch, ref_logprobs=score_tokens(self.reference, batch.pack, self.sampling).logprobs)
-        return scores, self.loss(scores.logprobs, batch, totals)
+        return scores, self.loss(scores, batch, totals)
 
     def _hold_exactness(self, gap_max: float) -> None:
         """The probe is a sample: if a step shows a difference after all, refuse or fall back, and say so."""
@@ -191,3 +213,12 @@ class Trainer:
         logger.warning("%s; from now on the trainer's own are used", reason)
         self.engine.fall_back(reason)
         self.policy.numerics = self.engine.numerics
+
+
+def _highest(entropy: Tensor, mask: Tensor, share: float) -> Tensor:
+    """bool [T]: the tokens of the mask whose entropy is among its highest `share` (arXiv 2506.01939); ties are in."""
+    chosen = entropy[mask]
+    if not len(chosen):
+        return mask
+    kept = max(1, round(share * len(chosen)))
+    return mask & (entropy >= chosen.sort(descending=True).values[kept - 1])

@@ -1,19 +1,21 @@
 """Packs and micro-batches: log-probs and gradients are those of one unpacked row after the other in transformers."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 import tiny_models
 from rollout import Rollout, RolloutEngine, RolloutGroup, SamplingParams
-from rollout.forward.scoring import score_tokens
+from rollout.forward.scoring import TokenScores, score_tokens
 from rollout.model.kv_cache import LayerGroup
 from rollout.model.views import training_view
 from rollout_kernels.shapes import ROW_MULTIPLE
 from tiny_models import numerics_of
-from trainer.algorithm.batch import StepTotals, TrainingBatch, micro_batches
+from trainer.algorithm.batch import StepTokens, StepTotals, TrainingBatch, micro_batches
 from trainer.algorithm.losses import policy_loss
+from trainer.algorithm.objectives import clipped
 
 
 def _group(prompt: list[int], completions: list[list[int]]) -> RolloutGroup:
@@ -28,11 +30,10 @@ def _groups(lengths: list[list[int]], vocab: int = tiny_models.VOCAB) -> list[Ro
 
 
 def _batches(model: torch.nn.Module, groups: list[RolloutGroup], max_tokens: int) -> list[TrainingBatch]:
-    advantages = torch.arange(float(sum(len(g.rollouts) for g in groups))).view(len(groups), -1)
+    step = StepTokens.of(groups, exact=True)
+    step = replace(step, advantages=step.spread(torch.arange(float(sum(len(g.rollouts) for g in groups)))))
     layer = LayerGroup.of(model.config, model.dtype)
-    return list(
-        micro_batches(groups, advantages, layer, torch.device("cpu"), max_tokens=max_tokens, row_multiple=ROW_MULTIPLE)
-    )
+    return list(micro_batches(step, layer, torch.device("cpu"), max_tokens=max_tokens, row_multiple=ROW_MULTIPLE))
 
 
 LENGTHS = [[5, 1, 8, 3], [70, 4, 66, 2], [1, 2, 2, 9]]
@@ -82,8 +83,9 @@ def test_forced_tokens_are_attended_and_count_in_no_loss() -> None:
     assert plain.loss_mask.tolist() == [True] * 8
     assert all(torch.equal(getattr(batch.pack, name), getattr(plain.pack, name)) for name in ("ids", "targets"))
     logprobs = torch.full((8,), -1.0, requires_grad=True)
-    rewarded, totals = replace(batch, advantages=torch.ones(8)), StepTotals.of([masked])
-    loss = policy_loss(logprobs, rewarded, totals, clip_low=0.2, clip_high=0.2)
+    rewarded, totals = replace(batch, advantages=torch.ones(8)), StepTotals.of(StepTokens.of([masked], exact=True))
+    scores = TokenScores(logprobs, torch.zeros(8))
+    loss = policy_loss(scores, rewarded, totals, objective=partial(clipped, low=0.2, high=0.2))
     loss.loss.backward()
     assert loss.loss.item() == pytest.approx(-1.0)
     assert logprobs.grad is not None
@@ -136,7 +138,11 @@ def test_the_trainer_sees_the_generators_log_probs_bit_for_bit(options: dict[str
         groups = engine.generate_rollouts(tiny_models.random_prompts([3, 20, 70]), 3, sampling)
         view = engine.training_view()
         (batch,) = micro_batches(
-            groups, torch.zeros(3, 3), engine.layer_group, engine.device, max_tokens=10_000, row_multiple=ROW_MULTIPLE
+            StepTokens.of(groups, exact=True),
+            engine.layer_group,
+            engine.device,
+            max_tokens=10_000,
+            row_multiple=ROW_MULTIPLE,
         )
     scores = score_tokens(view, batch.pack, sampling)
     assert scores.logprobs.requires_grad
@@ -153,7 +159,9 @@ def test_a_user_s_default_dtype_takes_no_digits() -> None:
     try:
         layer = LayerGroup.of(tiny_models.shared_model("qwen3").config, torch.float32)
         given = torch.tensor([[0.7071067, -0.7071067]], dtype=torch.float32)
-        (batch,) = micro_batches([group], given, layer, torch.device("cpu"), max_tokens=99, row_multiple=ROW_MULTIPLE)
+        step = StepTokens.of([group], exact=True)
+        step = replace(step, advantages=step.spread(given))
+        (batch,) = micro_batches(step, layer, torch.device("cpu"), max_tokens=99, row_multiple=ROW_MULTIPLE)
     finally:
         torch.set_default_dtype(torch.float32)
     assert batch.rollout_logprobs.dtype == batch.advantages.dtype == torch.float32
@@ -171,4 +179,6 @@ def test_every_token_knows_its_rollout_however_the_step_is_split(max_tokens: int
     assert ids.tolist() == [i for i, size in enumerate(sizes) for _ in range(size)]
     # in _batches a rollout's advantage is its place in the step
     assert torch.equal(ids.float(), torch.cat([batch.advantages for batch in batches]))
-    assert StepTotals.of(groups) == StepTotals(num_tokens=sum(sizes), num_rollouts=len(sizes))
+    assert StepTotals.of(StepTokens.of(groups, exact=True)) == StepTotals(
+        num_tokens=sum(sizes), num_rollouts=len(sizes)
+    )

@@ -17,7 +17,8 @@ from trainer.config.schema import OPTIONS
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 FILES = sorted(CONF.rglob("*.yaml"))
-OPTION_FILES = [path for path in FILES if path.parent not in (CONF, CONF / "experiment", CONF / "experiment_model")]
+_OTHERS = (CONF, *(CONF / name for name in ("experiment", "experiment_model", "parts")))
+OPTION_FILES = [path for path in FILES if path.parent not in _OTHERS]
 NEEDED = {"model=hf": "model.path=DIR", "task=jsonl": "task.path=FILE", "reward=custom": "reward.path=module:function"}
 """What an option of a group may need beside itself."""
 
@@ -53,6 +54,7 @@ def test_every_option_arrives_as_its_file_says(path: Path) -> None:
     needed = [NEEDED[_name(path)]] if _name(path) in NEEDED else []
     config = _parse(_name(path), *needed)
     given = yaml.safe_load(path.read_text()) | dict([override.split(".")[1].split("=") for override in needed])
+    given.pop("defaults", None)
     assert {name: getattr(getattr(config, path.parent.name), name) for name in given} == given
 
 
@@ -60,7 +62,9 @@ def test_every_option_arrives_as_its_file_says(path: Path) -> None:
 def test_every_option_has_all_keys_of_its_schema_and_no_other(path: Path) -> None:
     group = next(f for f in dataclasses.fields(TrainerConfig) if f.name == path.parent.name)
     schema = OPTIONS.get(group.name, {}).get(path.stem, group.type)
-    assert set(yaml.safe_load(path.read_text())) == {f.name for f in dataclasses.fields(schema)}
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+        composed = compose("config", [_name(path)])
+    assert set(composed[group.name]) == {f.name for f in dataclasses.fields(schema)}
 
 
 @pytest.mark.parametrize("group", OPTIONS)
@@ -146,6 +150,10 @@ def test_every_value_is_explained_on_the_line_above(path: Path) -> None:
     values = [i for i, line in enumerate(lines) if re.match(r"\s*\w+: *\S", line)]
     assert values
     unexplained = [lines[i] for i in values if not re.match(r"\s*# [^@]", lines[i - 1] if i else "")]
+    # what a part explains need not be explained where it is set otherwise
+    parts = [CONF / f"{name}.yaml" for name in re.findall(r"^  - /(parts/\w+)@_here_$", path.read_text(), re.MULTILINE)]
+    explained = {key for part in parts for key in yaml.safe_load(part.read_text())}
+    unexplained = [line for line in unexplained if line.partition(":")[0] not in explained]
     assert unexplained == []
 
 
@@ -180,7 +188,11 @@ def test_every_value_is_explained_on_the_line_above(path: Path) -> None:
         ("seed=-1", "seed=-1: must be at least 0"),
         ("seed=4294967296", "seed=4294967296: must be at most 4294967295"),
         ("steps=0", "steps=0: must be at least 1"),
-        ("algorithm.group_size=1", "algorithm.group_size=1: must be at least 2"),
+        ("algorithm.group_size=0", "algorithm.group_size=0: must be at least 1"),
+        ("algorithm.group_size=1", "algorithm.group_size=1: a rollout without others is worth nothing"),
+        ("algorithm.minibatches=33", "algorithm.minibatches=33: there are only 32 prompts in a step"),
+        ("algorithm.correction_low=3", "algorithm.correction_low=3.0: is above correction_high=2.0"),
+        ("algorithm.dual_clip=1", "algorithm.dual_clip=1.0: must be more than 1"),
         ("algorithm.clip_low=1.5", "algorithm.clip_low=1.5: must be at most 1"),
         ("sampling.top_p=0", "sampling.top_p=0.0: must be more than 0"),
         ("sampling.top_p=1.01", "sampling.top_p=1.01: must be at most 1"),

@@ -3,18 +3,20 @@
 import math
 from collections.abc import Sequence
 from decimal import Decimal, localcontext
+from functools import partial
 
 import pytest
 import torch
 
 from rollout import Rollout, RolloutGroup
+from rollout.forward import TokenScores
 from rollout.forward.packing import build_pack
 from rollout.model.kv_cache import LayerGroup
 from rollout_kernels.shapes import ROW_MULTIPLE
 from trainer.algorithm.advantages import group_advantages
 from trainer.algorithm.batch import StepTotals, TrainingBatch
-from trainer.algorithm.losses import PolicyLoss, clipped_objective, policy_loss, token_mean
-from trainer.algorithm.ratios import k3, log_ratio, token_ratio
+from trainer.algorithm.losses import PolicyLoss, policy_loss
+from trainer.algorithm.objectives import clipped
 from trainer.tracking.metrics import completion_metrics
 
 CPU = torch.device("cpu")
@@ -41,7 +43,9 @@ def _loss(
     **fields: torch.Tensor,
 ) -> PolicyLoss:
     batch = _batch(old, advantages, mask, **fields)
-    return policy_loss(logprobs, batch, StepTotals(n, 1), clip_low=0.2, clip_high=0.2, kl_coef=kl_coef)
+    scores = TokenScores(logprobs, torch.zeros_like(logprobs))
+    objective = partial(clipped, low=0.2, high=0.2)
+    return policy_loss(scores, batch, StepTotals(n, 1), objective=objective, kl_coef=kl_coef)
 
 
 def test_first_step_is_minus_the_mean_advantage() -> None:
@@ -110,19 +114,23 @@ def test_long_and_short_completions_weigh_by_their_tokens() -> None:
     assert sum(part.loss.item() for part in losses) == pytest.approx(50 / 18)
 
 
+def advantages_of(rewards: torch.Tensor, scale: str = "group") -> torch.Tensor:
+    return group_advantages(rewards, torch.ones_like(rewards, dtype=torch.bool), scale=scale)
+
+
 def test_group_advantages_by_hand() -> None:
     rewards = torch.tensor([[0.0, 0.0, 1.0], [10.0, 10.0, 11.0]])
     # mean 1/3, deviation with n - 1: sqrt(1/3)
     deviation = math.sqrt(1 / 3) + 1e-4
     expected = torch.tensor([[-1 / 3, -1 / 3, 2 / 3]] * 2)
-    assert torch.allclose(group_advantages(rewards), expected / deviation, atol=1e-5)
-    assert torch.allclose(group_advantages(rewards, "none"), expected, atol=1e-5)
+    assert torch.allclose(advantages_of(rewards), expected / deviation, atol=1e-5)
+    assert torch.allclose(advantages_of(rewards, "none"), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("value", [0.0, 0.1, 1 / 3, 1e6 + 0.1])
 def test_equal_rewards_teach_nothing(value: float) -> None:
     """The fp32 mean of seven equal numbers may be another number; the advantage is exactly 0 all the same."""
-    assert torch.equal(group_advantages(torch.full((2, 7), value)), torch.zeros(2, 7))
+    assert torch.equal(advantages_of(torch.full((2, 7), value)), torch.zeros(2, 7))
 
 
 GROUPS = {
@@ -146,7 +154,7 @@ def test_advantages_are_the_exact_statistics_of_the_given_doubles(group: list[fl
         deviation = (sum((value - mean) ** 2 for value in values) / (len(values) - 1)).sqrt()
         divisor = deviation + Decimal("1e-4") if scale == "group" else Decimal(1)
         expected = torch.tensor([float((value - mean) / divisor) for value in values], dtype=torch.float64)
-    got = group_advantages(torch.tensor([group], dtype=torch.float64), scale)
+    got = advantages_of(torch.tensor([group], dtype=torch.float64), scale)
     assert got.dtype == torch.float32
     # half a unit in the last place of fp32, and none at all where it has no digits
     assert torch.allclose(got.double(), expected, rtol=2**-24 * 1.001, atol=1e-45)
@@ -156,16 +164,16 @@ def test_advantages_are_the_exact_statistics_of_the_given_doubles(group: list[fl
 @pytest.mark.parametrize("n", [2, 3, 7, 10])
 def test_equal_doubles_give_exact_zeros(value: float, n: int) -> None:
     for scale in ("group", "none"):
-        assert torch.equal(group_advantages(torch.full((2, n), value, dtype=torch.float64), scale), torch.zeros(2, n))
+        assert torch.equal(advantages_of(torch.full((2, n), value, dtype=torch.float64), scale), torch.zeros(2, n))
 
 
 def test_a_common_offset_changes_no_bit_of_an_advantage() -> None:
     rewards = torch.tensor([[0.0, 0.25, 0.5, 1.0]], dtype=torch.float64)
-    assert torch.equal(group_advantages(rewards + 2.0**50), group_advantages(rewards))
+    assert torch.equal(advantages_of(rewards + 2.0**50), advantages_of(rewards))
 
 
 def test_no_groups_have_no_advantages() -> None:
-    assert group_advantages(torch.zeros(0, 4, dtype=torch.float64)).shape == (0, 4)
+    assert advantages_of(torch.zeros(0, 4, dtype=torch.float64)).shape == (0, 4)
 
 
 def test_reward_metrics_keep_small_differences_at_a_large_offset() -> None:
@@ -175,40 +183,3 @@ def test_reward_metrics_keep_small_differences_at_a_large_offset() -> None:
     # deviations -1/4, 0, 0, 1/4: their squares' sum 1/8, over 3
     assert metrics["reward_std"] == pytest.approx(math.sqrt(1 / 24) / 2, rel=1e-15)
     assert metrics["frac_reward_zero_std"] == 0.5
-
-
-# -- a loss of one's own ------------------------------------------------------------------------------------------
-
-
-def sequence_dual_clip(logprobs: torch.Tensor, batch: TrainingBatch, totals: StepTotals) -> PolicyLoss:
-    """One ratio per rollout (GSPO), bounded where A < 0 (dual clip), less KL, by a constant length of 5 (Dr. GRPO)."""
-    mask, logs = batch.loss_mask, log_ratio(logprobs, batch.old_logprobs, batch.loss_mask)
-    sums = logs.new_zeros(3, 2).index_add(0, batch.rollout_ids, torch.stack([logs, mask.float()], -1))
-    ratio = token_ratio(sums[:, 0] / sums[:, 1])[batch.rollout_ids]
-    objective = clipped_objective(ratio, batch.advantages, 0.2, 0.3)
-    objective = torch.where(batch.advantages < 0, torch.maximum(objective, 1.5 * batch.advantages), objective)
-    kl = k3(log_ratio(logprobs, batch.ref_logprobs, mask))
-    loss = token_mean(0.1 * kl - objective, mask, StepTotals(5 * totals.num_rollouts, totals.num_rollouts))
-    return PolicyLoss(loss, ratio, ratio > 1.3, ratio < 0.8, kl)
-
-
-def test_a_loss_of_ones_own_is_made_of_the_parts() -> None:
-    logprobs, old, ref = torch.randn(3, 9, generator=torch.Generator().manual_seed(0))
-    lengths, rewards = [2, 3, 4], [1.0, -2.0, 0.5]
-    logprobs.requires_grad_()
-    advantages = torch.tensor(rewards).repeat_interleave(torch.tensor(lengths))
-    mask = torch.tensor([True] * 4 + [False] + [True] * 4)
-    batch = _batch(old, advantages, mask, lengths, ref_logprobs=ref)
-    sequence_dual_clip(logprobs, batch, StepTotals(8, 3)).loss.backward()
-    x = logprobs.detach().double().requires_grad_()
-    expected = torch.zeros((), dtype=torch.float64)
-    for tokens, advantage in zip(torch.arange(9).split(lengths), rewards, strict=True):
-        kept = tokens[mask[tokens]]
-        s = (x[kept] - old[kept].double()).mean().exp()
-        value = min(s * advantage, s.clamp(0.8, 1.3) * advantage)
-        value = max(value, torch.tensor(1.5 * advantage).double()) if advantage < 0 else value
-        gap = ref[kept].double() - x[kept]
-        expected = expected + (0.1 * (gap.exp() - 1 - gap)).sum() - len(kept) * value
-    (expected / 15).backward()
-    assert torch.allclose(logprobs.grad.double(), x.grad, atol=1e-6)
-    assert x.grad.abs().max() > 0.01

@@ -25,6 +25,7 @@ from rollout.memory.device import sized_for
 from rollout.memory.estimate import TrainingPeak
 from rollout.memory.ledger import GIB, MIB, show_bytes
 from trainer.__main__ import CONFIG_DIRECTORY, run_training
+from trainer.collecting import Collected
 from trainer.config import ConfigError, OptimConfig, TrainerConfig, parse_config
 from trainer.loop import train
 from trainer.memory import StepShape, build_ledger, step_shape
@@ -129,9 +130,13 @@ def test_an_update_takes_what_the_ledger_says(
     shape = ["sampling.max_new_tokens=60", "sampling.ignore_eos=true"]
     shape += [f"algorithm.micro_batch_tokens={micro_batch_tokens}"]
     run = prepare(configure(tmp_path, *shape, *overrides, dtype=dtype, prompt=40, **sizes))
-    groups = run.engine.generate_rollouts([row.prompt for row in run.trainer.rows.take(0, 4)], 4, run.trainer.sampling)
-    advantages = torch.tensor([[1.0, -1.0, 0.5, -0.5]] * 4)
-    peak = tiny_models.allocated_peak(lambda: run.trainer.update(groups, advantages, 0))
+    groups = run.engine.generate_rollouts(
+        [row.prompt for row in run.trainer.collector.rows.take(0, 4)], 4, run.trainer.sampling
+    )
+    rewards = torch.tensor([[1.0, -1.0, 0.5, -0.5]] * 4, dtype=torch.float64)
+    problems = run.trainer.collector.rows.take(0, 4)
+    collected = Collected(problems, groups, rewards, torch.ones_like(rewards, dtype=torch.bool), {})
+    peak = tiny_models.allocated_peak(lambda: run.trainer.update(run.trainer.prepare(collected), 0))
     run.close()
     rows = rows_of(run)
     least = 0.95 if run.engine.numerics.ops.own else 0.94

@@ -78,7 +78,7 @@ def test_the_working_weights_stay_where_they_are() -> None:
     assert not torch.equal(layer.weight, version)
 
 
-def test_no_gradient_moves_nothing_and_a_bad_one_raises() -> None:
+def test_neither_no_gradient_nor_a_bad_one_moves_anything() -> None:
     layer = _layer(torch.float32)
     optimizer = MasterAdamW(layer.named_parameters(), OptimConfig(weight_decay=0.5))
     before = layer.weight.clone()
@@ -86,9 +86,9 @@ def test_no_gradient_moves_nothing_and_a_bad_one_raises() -> None:
     (layer(torch.ones(1, 6)) * 0.0).sum().backward()
     assert optimizer.step(0.1) == 0.0
     (layer(torch.ones(1, 6)) * math.inf).sum().backward()
-    with pytest.raises(FloatingPointError, match="gradient norm"):
-        optimizer.step(0.1)
+    assert not math.isfinite(optimizer.step(0.1))
     assert torch.equal(layer.weight, before)
+    assert optimizer.step(0.1) == 0.0  # and it is gone
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

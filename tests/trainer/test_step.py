@@ -4,12 +4,14 @@ import torch
 
 import tiny_models
 from rollout import RolloutConfig, RolloutEngine
+from rollout.forward import TokenScores
+from trainer.algorithm.advantages import AdvantageFunction
 from trainer.algorithm.batch import StepTotals, TrainingBatch
-from trainer.algorithm.losses import PolicyLoss
-from trainer.config import AlgorithmConfig, OptimConfig, SamplingConfig, TrainerConfig
+from trainer.algorithm.losses import LossFunction, PolicyLoss
+from trainer.config import ClippedConfig, OptimConfig, SamplingConfig, TrainerConfig
 from trainer.data.rows import Row, RowStream
 from trainer.optimizer import MasterAdamW
-from trainer.step import AdvantageFunction, LossFunction, Trainer
+from trainer.step import Trainer
 
 
 def _trainer(*, advantages: AdvantageFunction | None = None, loss: LossFunction | None = None) -> Trainer:
@@ -17,7 +19,7 @@ def _trainer(*, advantages: AdvantageFunction | None = None, loss: LossFunction 
     model = tiny_models.random_model("qwen3", vocab_size=tiny_models.TEXT_VOCAB)
     engine = RolloutEngine(model, tiny_models.byte_tokenizer(), RolloutConfig(num_blocks=32))
     config = TrainerConfig(
-        algorithm=AlgorithmConfig(prompts_per_step=2, group_size=3, micro_batch_tokens=12),
+        algorithm=ClippedConfig(prompts_per_step=2, group_size=3, micro_batch_tokens=12),
         sampling=SamplingConfig(max_new_tokens=5, ignore_eos=True),
         optim=OptimConfig(lr=1e-2),
     )
@@ -36,7 +38,7 @@ def test_a_step_returns_what_it_was_made_of() -> None:
     assert sorted(row.prompt for row in result.rows) == ["ab", "c"]
     first = [[float(rollout.completion_ids[0]) for rollout in group.rollouts] for group in result.groups]
     assert result.rewards.tolist() == first
-    assert torch.allclose(result.advantages.sum(-1), torch.zeros(2), atol=1e-5)
+    assert torch.allclose(result.advantages.view(2, -1).sum(-1), torch.zeros(2), atol=1e-4)
     assert result.metrics["completions/mean_length"] == 5.0
     assert result.metrics["learning_rate"] == 1e-2
     assert trainer.engine.policy_version == 1
@@ -47,20 +49,21 @@ def test_a_step_returns_what_it_was_made_of() -> None:
 def test_advantages_and_loss_of_ones_own_are_the_step_s() -> None:
     seen: list[TrainingBatch] = []
 
-    def plain(logprobs: torch.Tensor, batch: TrainingBatch, totals: StepTotals) -> PolicyLoss:
+    def plain(scores: TokenScores, batch: TrainingBatch, totals: StepTotals) -> PolicyLoss:
         seen.append(batch)
-        assert totals == StepTotals(num_tokens=30, num_rollouts=6)
+        assert totals == StepTotals(num_tokens=30, num_rollouts=6, max_length=5)
         none = torch.zeros_like(batch.loss_mask)
+        logprobs = scores.logprobs
         return PolicyLoss(-(batch.advantages * logprobs).sum() / 30, torch.ones_like(logprobs), none, none, None)
 
-    trainer = _trainer(advantages=lambda rewards: (rewards - 7.0).float(), loss=plain)
+    trainer = _trainer(advantages=lambda rewards, scored: (rewards - 7.0).float(), loss=plain)
     result = trainer.step(0)
-    assert torch.equal(result.advantages, (result.rewards - 7.0).float())
+    assert torch.equal(result.advantages, (result.rewards - 7.0).float().flatten().repeat_interleave(5))
     assert len(seen) > 1
     drawn = [rollout for group in result.groups for rollout in group.rollouts]
     ids, advantages = (torch.cat([getattr(b, name) for b in seen]) for name in ("rollout_ids", "advantages"))
     assert ids.tolist() == [i for i in range(6) for _ in range(5)]
-    assert torch.equal(advantages, result.advantages.flatten()[ids])
+    assert torch.equal(advantages, (result.rewards - 7.0).float().flatten()[ids])
     logprobs = torch.tensor([value for rollout in drawn for value in rollout.logprobs], dtype=torch.float64)
     assert abs(result.metrics["loss"] + float((advantages.double() * logprobs).sum()) / 30) < 1e-3
     trainer.optimizer.close()

@@ -1,7 +1,7 @@
-"""Losses: a ratio (ratios.py), an objective that clips it, a divergence, and an aggregation of the tokens' values.
+"""A loss: a ratio to the old policy, an objective of it, weights for what others drew, a divergence, an aggregation.
 
-The parts are functions of tensors, and a loss is a function that puts some together: `policy_loss`, or one of your own.
-Masked tokens count for nothing, neither in a sum nor in a denominator. C completion tokens of a micro-batch.
+The parts are functions of tensors in the modules beside this one, and a loss is a function that puts some together:
+`policy_loss`, or one of your own. C completion tokens of a micro-batch.
 """
 
 from collections.abc import Callable
@@ -10,13 +10,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rollout.forward import TokenScores
+from trainer.algorithm.aggregation import Aggregation, token_mean
 from trainer.algorithm.batch import StepTotals, TrainingBatch
-from trainer.algorithm.ratios import k3, log_ratio, token_ratio
+from trainer.algorithm.divergences import k3
+from trainer.algorithm.objectives import ObjectiveFunction
+from trainer.algorithm.ratios import RatioFunction, log_ratio, token_ratio
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """loss: fp32 [], the micro-batch's share of the step's loss. Further fields [C]: for metrics, detached."""
+    """loss: fp32 [], the micro-batch's share of the update's loss. Further fields [C]: for metrics, detached."""
 
     loss: Tensor
     ratio: Tensor
@@ -25,54 +29,44 @@ class PolicyLoss:
     kl: Tensor | None
 
 
-LossFunction = Callable[[Tensor, TrainingBatch, StepTotals], PolicyLoss]
-"""(log-probs under the policy, fp32 [C]; the micro-batch; the step's totals); gradients flow into log-probs only.
+LossFunction = Callable[[TokenScores, TrainingBatch, StepTotals], PolicyLoss]
+"""(log-probs and entropies under the policy, the micro-batch, the update's totals) -> PolicyLoss.
 
-The micro-batches' losses are added up, so what a sum is divided by has to be the step's, never the micro-batch's.
+The micro-batches' losses are added up, so what a sum is divided by has to be the update's, never the micro-batch's.
 """
 
 
-def clipped_objective(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
-    """min(r A, clip(r, 1 - low, 1 + high) A), to be maximised (arXiv 1707.06347; low != high: 2503.14476). fp32 [C]."""
-    clipped = ratio.clamp(1.0 - low, 1.0 + high)
-    return torch.minimum(ratio * advantages, clipped * advantages)
-
-
-def clipped_tokens(ratio: Tensor, batch: TrainingBatch, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """Which tokens the objective clips below and above, where they teach nothing. bool [C], detached."""
-    ratio, advantages, mask = ratio.detach(), batch.advantages, batch.loss_mask
-    return (ratio < 1.0 - low) & (advantages < 0) & mask, (ratio > 1.0 + high) & (advantages > 0) & mask
-
-
-def token_mean(values: Tensor, mask: Tensor, totals: StepTotals) -> Tensor:
-    """Sum over the mask by the number of tokens that count in the whole step (arXiv 2503.14476). fp32 [].
-
-    One denominator, so that neither the loss nor its gradient depends on how the step was split.
-    """
-    return torch.where(mask, values, 0.0).sum() / max(totals.num_tokens, 1)
-
-
 def policy_loss(
-    logprobs: Tensor,
+    scores: TokenScores,
     batch: TrainingBatch,
     totals: StepTotals,
     *,
-    clip_low: float,
-    clip_high: float,
+    objective: ObjectiveFunction,
+    ratio: RatioFunction = token_ratio,
+    aggregate: Aggregation = token_mean,
+    correct: Callable[[TrainingBatch], Tensor] | None = None,
+    divergence: Callable[[Tensor], Tensor] = k3,
     kl_coef: float = 0.0,
+    entropy_coef: float = 0.0,
 ) -> PolicyLoss:
-    """The token mean of -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) + kl_coef * k3.
+    """aggregate(-correct * objective(ratio) + kl_coef * divergence - entropy_coef * entropy). A LossFunction, once
+    its parts are given.
 
-    GRPO's objective (arXiv 2402.03300) with each token's own ratio to batch.old_logprobs, and a KL term where the batch
-    has ref_logprobs. A LossFunction once the options are given.
+    The divergence is from the batch's ref_logprobs, where it has some. Where the batch has a teaches mask, the
+    objective is that of its tokens only.
     """
-    mask = batch.loss_mask
-    ratio = token_ratio(log_ratio(logprobs, batch.old_logprobs, mask))
-    per_token = -clipped_objective(ratio, batch.advantages, clip_low, clip_high)
-    kl = None
+    logprobs, mask = scores.logprobs, batch.loss_mask
+    ratios = ratio(logprobs, batch)
+    chosen = objective(ratios, logprobs, batch)
+    values = chosen.values if correct is None else correct(batch) * chosen.values
+    if batch.teaches is not None:
+        values = torch.where(batch.teaches, values, 0.0)
+    per_token, kl = -values, None
     if batch.ref_logprobs is not None:
-        kl = k3(log_ratio(logprobs, batch.ref_logprobs, mask))
+        kl = divergence(log_ratio(logprobs, batch.ref_logprobs, mask))
         per_token = per_token + kl_coef * kl
         kl = kl.detach()
-    low, high = clipped_tokens(ratio, batch, clip_low, clip_high)
-    return PolicyLoss(token_mean(per_token, mask, totals), ratio.detach(), low, high, kl)
+    if entropy_coef:
+        per_token = per_token - entropy_coef * scores.entropy
+    clipped_low, clipped_high = chosen.clipped_low & mask, chosen.clipped_high & mask
+    return PolicyLoss(aggregate(per_token, batch, totals), ratios.detach(), clipped_low, clipped_high, kl)

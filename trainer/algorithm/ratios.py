@@ -1,10 +1,17 @@
-"""How far the policy is from another, per token: ratios of probabilities, and the divergence that penalises them.
+"""How far the policy has moved from the one that drew the tokens.
 
-C completion tokens of a micro-batch.
+C completion tokens of a micro-batch, which holds every rollout that it has whole.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+from trainer.algorithm.batch import TrainingBatch
+
+RatioFunction = Callable[[Tensor, TrainingBatch], Tensor]
+"""(log-probs under the policy, fp32 [C], the micro-batch) -> ratio fp32 [C]; gradients flow through it."""
 
 
 def log_ratio(logprobs: Tensor, others: Tensor, mask: Tensor) -> Tensor:
@@ -15,14 +22,36 @@ def log_ratio(logprobs: Tensor, others: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, logprobs - others, 0.0)
 
 
-def token_ratio(log_ratios: Tensor) -> Tensor:
-    """r = pi / pi_old, each token's own (arXiv 1707.06347). fp32 [C]."""
-    return log_ratios.exp()
+def bounded_exp(x: Tensor) -> Tensor:
+    """exp(x), and exp(80) from x = 80 on: infinity, though clipped, would make 0 * inf of the gradient."""
+    return x.clamp(max=80.0).exp()
 
 
-def k3(log_ratios: Tensor) -> Tensor:
-    """exp(-x) - 1 + x for x = log(pi / pi_ref) (arXiv 2402.03300). fp32 [C], never negative.
+def token_ratio(logprobs: Tensor, batch: TrainingBatch) -> Tensor:
+    """r = pi / pi_old, each token's own (PPO, arXiv 1707.06347)."""
+    return bounded_exp(log_ratio(logprobs, batch.old_logprobs, batch.loss_mask))
 
-    Its mean over the policy's tokens is the KL divergence from the reference.
-    """
-    return torch.exp(-log_ratios) - 1.0 + log_ratios
+
+def sequence_ratio(logprobs: Tensor, batch: TrainingBatch) -> Tensor:
+    """s = exp(mean over the rollout's tokens of log r), the same at each of them (GSPO, arXiv 2507.18071, eq. 7)."""
+    return bounded_exp(_mean_log_ratio(logprobs, batch))
+
+
+def sequence_token_ratio(logprobs: Tensor, batch: TrainingBatch) -> Tensor:
+    """sg[s] * pi / sg[pi]: the value of the sequence's ratio, each token's own gradient (GSPO-token, eq. 14)."""
+    own = log_ratio(logprobs, logprobs.detach(), batch.loss_mask)
+    return bounded_exp(_mean_log_ratio(logprobs, batch).detach() + own)
+
+
+def _mean_log_ratio(logprobs: Tensor, batch: TrainingBatch) -> Tensor:
+    values = log_ratio(logprobs, batch.old_logprobs, batch.loss_mask)
+    return (batch.rollout_sums(values) / batch.rollout_sums(batch.loss_mask.float()).clamp(min=1.0))[
+        batch.rollout_places
+    ]
+
+
+RATIOS: dict[str, RatioFunction] = {
+    "token": token_ratio,
+    "sequence": sequence_ratio,
+    "sequence_token": sequence_token_ratio,
+}

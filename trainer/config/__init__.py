@@ -1,17 +1,20 @@
 """The configuration: its schema, and what is refused of it before anything loads."""
 
-from trainer.config.algorithm_options import AlgorithmConfig
+from trainer.config.algorithm_options import AlgorithmConfig, CispoConfig, ClippedConfig, SapoConfig
 from trainer.config.checks import parse_config, sampling_params, text_keys, trajectory_keys
 from trainer.config.model_options import HFModelConfig, ModelConfig, TinyModelConfig
 from trainer.config.reward_options import CustomRewardConfig, RewardConfig
 from trainer.config.schema import OptimConfig, SamplingConfig, TrainerConfig
 from trainer.config.setting import ConfigError
+from trainer.config.stop_options import StopConfig
 from trainer.config.task_options import ArithmeticConfig, JsonlConfig, TaskConfig
 from trainer.config.tracking_options import TrackingConfig, WandbConfig
 
 __all__ = [
     "AlgorithmConfig",
     "ArithmeticConfig",
+    "CispoConfig",
+    "ClippedConfig",
     "ConfigError",
     "CustomRewardConfig",
     "HFModelConfig",
@@ -20,6 +23,8 @@ __all__ = [
     "OptimConfig",
     "RewardConfig",
     "SamplingConfig",
+    "SapoConfig",
+    "StopConfig",
     "TaskConfig",
     "TinyModelConfig",
     "TrackingConfig",

@@ -12,6 +12,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rollout import RolloutError, SamplingParams
+from trainer.config.algorithm_options import AlgorithmConfig
 from trainer.config.schema import OPTIONS, TrainerConfig, default_option, every_key, options_with
 from trainer.config.setting import ConfigError
 
@@ -181,10 +182,40 @@ def _check_combinations(config: TrainerConfig) -> None:
                 raise ConfigError(f"{group}.{spec.name}: {group}={option.kind} needs {spec.metadata['needs']}")
     if config.algorithm.kl_coef and sampling_params(config).cuts:
         raise ConfigError("algorithm.kl_coef: a KL term needs the whole vocabulary; switch off top_k, top_p and min_p")
+    _check_algorithm(config.algorithm)
     if config.sampling.temperature == 0.0:
         raise ConfigError("sampling.temperature=0.0: greedy rollouts of a group are all equal and teach nothing")
     if config.optim.beta1 == 1.0 or config.optim.beta2 == 1.0:
         raise ConfigError("optim.beta1, optim.beta2: must be less than 1")
+
+
+def _check_algorithm(algorithm: AlgorithmConfig) -> None:
+    """Refuse parts that do not go together."""
+    alone = algorithm.group_size == 1
+    if alone and algorithm.baseline in ("group", "leave_one_out"):
+        raise ConfigError(
+            f"algorithm.group_size=1: a rollout without others is worth nothing beside baseline={algorithm.baseline};"
+            " sample more, or use baseline=batch"
+        )
+    if alone and algorithm.scale_rewards == "group":
+        raise ConfigError("algorithm.group_size=1: one reward has no deviation; use scale_rewards=batch or none")
+    if alone and algorithm.dynamic_sampling:
+        raise ConfigError("algorithm.group_size=1: every group's rewards are equal; switch off dynamic_sampling")
+    if algorithm.minibatches > algorithm.prompts_per_step:
+        raise ConfigError(
+            f"algorithm.minibatches={algorithm.minibatches}: there are only {algorithm.prompts_per_step} prompts in a"
+            " step to deal out"
+        )
+    if algorithm.kind == "reinforce" and algorithm.epochs * algorithm.minibatches > 1:
+        raise ConfigError(
+            "algorithm.epochs, algorithm.minibatches: algorithm=reinforce has no ratio for a second update of the same"
+            " rollouts; use one that has, such as algorithm=rloo"
+        )
+    if algorithm.correction_low > algorithm.correction_high:
+        raise ConfigError(
+            f"algorithm.correction_low={algorithm.correction_low}: is above"
+            f" correction_high={algorithm.correction_high}, which would mask everything"
+        )
 
 
 def trajectory_keys(config: TrainerConfig) -> dict[str, Any]:

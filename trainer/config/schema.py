@@ -12,10 +12,11 @@ from typing import Any, get_type_hints
 from omegaconf import MISSING
 
 from rollout import RolloutConfig
-from trainer.config.algorithm_options import AlgorithmConfig
+from trainer.config.algorithm_options import ALGORITHMS, AlgorithmConfig, ClippedConfig
 from trainer.config.model_options import HFModelConfig, ModelConfig, TinyModelConfig
 from trainer.config.reward_options import CustomRewardConfig, RewardConfig
 from trainer.config.setting import setting
+from trainer.config.stop_options import StopConfig
 from trainer.config.task_options import ArithmeticConfig, JsonlConfig, TaskConfig
 from trainer.config.tracking_options import TrackingConfig, WandbConfig
 
@@ -66,12 +67,13 @@ class TrainerConfig:
     model: ModelConfig = field(default_factory=TinyModelConfig)
     task: TaskConfig = field(default_factory=ArithmeticConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
-    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    algorithm: AlgorithmConfig = field(default_factory=ClippedConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    stop: StopConfig = field(default_factory=StopConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
 
@@ -84,6 +86,7 @@ OPTIONS: dict[str, dict[str, type]] = {
         "numeric": RewardConfig,
         "custom": CustomRewardConfig,
     },
+    "algorithm": dict(ALGORITHMS),
     "tracking": {"none": TrackingConfig, "wandb": WandbConfig},
 }
 """The groups whose options have keys of their own: what an option's keys are, by the group's `kind`."""

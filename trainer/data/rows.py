@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from rollout_kernels.philox import uniform53
 from trainer.config import ConfigError
 
-DATA_PURPOSE, SHUFFLE_PURPOSE, SPLIT_PURPOSE, WARM_START_PURPOSE, STYLE_PURPOSE = 16, 17, 18, 19, 20
+DATA_PURPOSE, SHUFFLE_PURPOSE, SPLIT_PURPOSE, WARM_START_PURPOSE, STYLE_PURPOSE, MINIBATCH_PURPOSE = range(16, 22)
 """Keys of the counter-based generator, apart from those that rollouts draw from."""
 
 _RESERVED = {"prompts", "completions", "completion_ids"}

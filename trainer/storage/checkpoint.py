@@ -36,7 +36,7 @@ from trainer.storage.writing import writing
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 METRICS_ASIDE = "metrics.before-resume.jsonl"
 """Metrics of steps that a resumed run does again, until its first checkpoint."""
@@ -61,6 +61,8 @@ class TrainerState:
     """What computed: `rollout_kernels.ops.Ops.identity`."""
     contents: dict[str, str] = field(default_factory=dict)
     """Digests of data, reward and model, by name."""
+    num_refilled: int = 0
+    """Prompts beyond prompts_per_step that the steps have taken from the data."""
     format_version: int = FORMAT_VERSION
 
 
@@ -239,7 +241,7 @@ def read_state(checkpoint: Path, trajectory: dict[str, Any]) -> TrainerState:
 
 def _checked_state(checkpoint: Path, raw: dict[str, Any]) -> TrainerState:
     kinds = {"step": int, "trajectory": dict, "num_threads": int, "kernels": str, "contents": dict}
-    kinds["format_version"] = int
+    kinds |= {"num_refilled": int, "format_version": int}
     for name in (spec.name for spec in fields(TrainerState)):
         if type(raw.get(name)) is not kinds[name]:
             raise _damaged(checkpoint, f"trainer.json has {name}={raw.get(name)!r}, which is no {kinds[name].__name__}")

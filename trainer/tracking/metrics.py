@@ -1,6 +1,8 @@
 """Numbers per step, by the names that TRL's dashboards use where it has one."""
 
+import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,41 +18,57 @@ from trainer.tracking.tracking import Metrics
 
 @dataclass
 class UpdateMetrics:
-    """Sums over a step's micro-batches, so that a mean is one of all tokens however they were split."""
+    """Sums over a step's micro-batches, so that a mean is one of all tokens however they were split.
 
-    num_tokens: int
+    The gap to the generator is that of the weights that drew the tokens: of the micro-batches before the first
+    optimizer step.
+    """
+
+    num_tokens: int = 0
+    num_drawn: int = 0
+    loss: float = 0.0
     sums: Metrics = field(default_factory=dict)
+    gaps: float = 0.0
     lowest_ratio: float = float("inf")
     highest_ratio: float = float("-inf")
     gap_max: float = 0.0
 
-    def add(self, batch: TrainingBatch, scores: TokenScores, loss: PolicyLoss) -> None:
+    def add(self, batch: TrainingBatch, scores: TokenScores, loss: PolicyLoss, *, drawn_by_these_weights: bool) -> None:
         mask = batch.loss_mask
-        gap = (scores.logprobs.detach() - batch.rollout_logprobs).abs()[mask]
         ratio = loss.ratio[mask]
-        self._sum("loss", loss.loss.detach() * self.num_tokens)
-        self._sum("entropy", scores.entropy[mask])
-        self._sum("sampling/sampling_logp_difference/mean", gap)
+        self.num_tokens += len(ratio)
+        self.loss += float(loss.loss.detach())
+        self._sum("entropy", scores.entropy.detach()[mask])
         self._sum("sampling/importance_sampling_ratio/mean", ratio)
         self._sum("clip_ratio/low_mean", loss.clipped_low[mask])
         self._sum("clip_ratio/high_mean", loss.clipped_high[mask])
         self._sum("clip_ratio/region_mean", (loss.clipped_low | loss.clipped_high)[mask])
         if loss.kl is not None:
             self._sum("kl", loss.kl[mask])
-        if len(gap):
-            self.gap_max = max(self.gap_max, float(gap.max()))
+        if len(ratio):
             self.lowest_ratio = min(self.lowest_ratio, float(ratio.min()))
             self.highest_ratio = max(self.highest_ratio, float(ratio.max()))
+        if drawn_by_these_weights and len(ratio):
+            gap = (scores.logprobs.detach() - batch.rollout_logprobs).abs()[mask]
+            self.num_drawn += len(gap)
+            self.gaps += float(gap.double().sum())
+            self.gap_max = max(self.gap_max, float(gap.max()))
 
     def _sum(self, name: str, values: Tensor) -> None:
         self.sums[name] = self.sums.get(name, 0.0) + float(values.double().sum())
 
-    def result(self) -> Metrics:
+    def result(self, norms: Sequence[float]) -> Metrics:
+        """norms: the gradient's before clipping, of each optimizer step; what was skipped is not finite."""
         metrics = {name: total / max(self.num_tokens, 1) for name, total in self.sums.items()}
+        metrics["loss"] = self.loss / max(len(norms), 1)
+        metrics["sampling/sampling_logp_difference/mean"] = self.gaps / max(self.num_drawn, 1)
         metrics["logprob_gap_max"] = metrics["sampling/sampling_logp_difference/max"] = self.gap_max
         if self.num_tokens:
             metrics["sampling/importance_sampling_ratio/min"] = self.lowest_ratio
             metrics["sampling/importance_sampling_ratio/max"] = self.highest_ratio
+        finite = [norm for norm in norms if math.isfinite(norm)]
+        metrics["grad_norm"] = statistics.fmean(finite) if finite else 0.0
+        metrics["skipped_updates"] = float(len(norms) - len(finite))
         return metrics
 
 
@@ -62,7 +80,9 @@ def completion_metrics(groups: list[RolloutGroup], rewards: Tensor) -> Metrics:
     metrics = {
         # exact, so that an offset common to all costs no digits
         "reward": statistics.mean(rewards.flatten().tolist()),
-        "reward_std": statistics.fmean(statistics.stdev(group) for group in rewards.tolist()),
+        "reward_std": statistics.fmean(
+            statistics.stdev(group) if len(group) > 1 else 0.0 for group in rewards.tolist()
+        ),
         "frac_reward_zero_std": float((rewards == rewards[:, :1]).all(-1).double().mean()),
         "num_prompts": float(len(groups)),
         "num_tokens": float(lengths.sum()) + sum(len(group.prompt_ids) for group in groups),
