@@ -28,8 +28,9 @@ from bench_report import (
 from rollout import RolloutEngine
 from trainer.config import ClippedConfig, OptimConfig, SamplingConfig, TrainerConfig
 from trainer.data.rows import Row
-from trainer.data.tasks import RewardFunction
 from trainer.optimizer import MasterAdamW
+from trainer.rewards.functions import weighted
+from trainer.rewards.scorer import Scorer
 from trainer.step import Trainer
 from trainer.tracking.timing import PhaseTimer
 
@@ -48,13 +49,13 @@ class WorkloadRows:
         return [Row("", None, prompt_ids=ids) for ids in self.workload.prompts(self.engine, seed=start // count)]
 
 
-def reward_of(vocab_size: int) -> RewardFunction:
+def scorer_of(vocab_size: int) -> Scorer:
     """The share of a completion's ids in the lower half of the vocabulary."""
 
     def lower_half(completion_ids: list[list[int]]) -> list[float]:
         return [sum(i < vocab_size // 2 for i in ids) / len(ids) for ids in completion_ids]
 
-    return lower_half
+    return Scorer([weighted(lower_half)])
 
 
 def make_trainer(engine: RolloutEngine, workload: Workload, micro_batch_tokens: int, lr: float) -> Trainer:
@@ -72,7 +73,7 @@ def make_trainer(engine: RolloutEngine, workload: Workload, micro_batch_tokens: 
         engine,
         MasterAdamW(engine.module.named_parameters(), config.optim),
         WorkloadRows(workload, engine),
-        reward_of(engine.module.config.vocab_size),
+        scorer_of(engine.module.config.vocab_size),
         max_new_tokens=workload.counts,
         timer=PhaseTimer(waits_for=engine.device),
     )

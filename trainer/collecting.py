@@ -12,8 +12,9 @@ from rollout import RolloutEngine, RolloutError, RolloutGroup, SamplingParams
 from trainer.algorithm.advantages import equal_groups
 from trainer.config import TrainerConfig
 from trainer.data.rows import Row
-from trainer.data.tasks import RewardFunction
-from trainer.rewards.rewards import score, shuffled
+from trainer.rewards.calling import TrainingProgress
+from trainer.rewards.scorer import Scorer
+from trainer.rewards.scores import Scores
 from trainer.tracking.metrics import completion_metrics, engine_metrics
 from trainer.tracking.timing import PhaseTimer
 from trainer.tracking.tracking import Metrics
@@ -33,21 +34,18 @@ class Collected:
 
     rows: list[Row]
     groups: list[RolloutGroup]
-    rewards: Tensor
-    """fp64 [G, n]"""
-    scored: Tensor
-    """bool [G, n]: which of the rewards are there."""
+    scores: Scores
     metrics: Metrics
 
     def chosen(self, groups: Tensor) -> "Collected":
         """groups: bool [G]"""
         places = groups.nonzero().flatten().tolist()
         rows, drawn = [self.rows[g] for g in places], [self.groups[g] for g in places]
-        return replace(self, rows=rows, groups=drawn, rewards=self.rewards[groups], scored=self.scored[groups])
+        return replace(self, rows=rows, groups=drawn, scores=self.scores.chosen(places))
 
     def joined(self, other: "Collected") -> "Collected":
-        rewards, scored = torch.cat([self.rewards, other.rewards]), torch.cat([self.scored, other.scored])
-        return Collected(self.rows + other.rows, self.groups + other.groups, rewards, scored, self.metrics)
+        scores = self.scores.joined(other.scores)
+        return Collected(self.rows + other.rows, self.groups + other.groups, scores, self.metrics)
 
 
 class Collector:
@@ -58,12 +56,12 @@ class Collector:
         config: TrainerConfig,
         engine: RolloutEngine,
         rows: RowSource,
-        reward: RewardFunction,
+        scorer: Scorer,
         sampling: SamplingParams,
         max_new_tokens: Sequence[int] | None,
         timer: PhaseTimer,
     ) -> None:
-        self.config, self.engine, self.rows, self.reward = config, engine, rows, reward
+        self.config, self.engine, self.rows, self.scorer = config, engine, rows, scorer
         self.sampling, self.max_new_tokens, self.timer = sampling, max_new_tokens, timer
         self.num_refilled = 0
         self._refused = ""
@@ -87,7 +85,9 @@ class Collector:
             sampled, kept = sampled.joined(more), kept.joined(self._teaching(more))
         if not sampled.groups:
             raise RolloutError(f"step {i + 1}: none of its {wanted} prompts could be run; {self._refused}")
-        metrics = engine_metrics(before, self.engine.stats()) | completion_metrics(sampled.groups, sampled.rewards)
+        # a metric of a reward function's own gives way to the trainer's of that name
+        metrics = sampled.scores.metrics() | engine_metrics(before, self.engine.stats())
+        metrics |= completion_metrics(sampled.groups, sampled.scores.totals, sampled.scores.scored)
         if algorithm.dynamic_sampling:
             metrics |= {"refills": float(refills), "dropped_groups": float(len(sampled.groups) - len(kept.groups))}
         return replace(kept, metrics=metrics)
@@ -95,12 +95,15 @@ class Collector:
     def _teaching(self, sampled: Collected) -> Collected:
         if not self.config.algorithm.dynamic_sampling:
             return sampled
-        return sampled.chosen(~equal_groups(sampled.rewards, sampled.scored))
+        return sampled.chosen(~equal_groups(sampled.scores.totals, sampled.scores.scored))
 
     def _round(self, first: int, count: int, i: int) -> Collected:
-        """Rollouts of the rows at places first .. first + count - 1; those that cannot be run are logged."""
+        """Rollouts of the rows at places first .. first + count - 1; those that cannot be run are logged.
+
+        The scorer is given each group as soon as it is whole.
+        """
         algorithm, limits = self.config.algorithm, self.max_new_tokens
-        rows = self.rows.take(first, count)
+        rows, progress = self.rows.take(first, count), TrainingProgress(i, self.config.steps)
         keys = [place % 2**32 for place in range(first, first + count)]
         sampling: SamplingParams | list[SamplingParams] = self.sampling
         if limits is not None:
@@ -108,21 +111,22 @@ class Collector:
         with self.timer.phase("rollout"):
             prompts = [row.engine_prompt for row in rows]
             groups = self.engine.generate_rollouts(
-                prompts, algorithm.group_size, sampling, step=i, keys=keys, on_error="return"
+                prompts,
+                algorithm.group_size,
+                sampling,
+                step=i,
+                keys=keys,
+                on_error="return",
+                on_group=lambda place, group: self.scorer.submit(rows[place], group, progress),
             )
         for place, group in zip(keys, groups, strict=True):
             if group.error is not None:
                 self._refused = group.error
                 logger.warning("row at place %d of the data stream skipped: %s", place, group.error)
         good = [(row, group) for row, group in zip(rows, groups, strict=True) if group.error is None]
-        rows, groups = [row for row, _ in good], [group for _, group in good]
+        run, groups = [row for row, _ in good], [group for _, group in good]
         with self.timer.phase("reward"):
-            rewards = self.score(rows, groups, i)
-        return Collected(rows, groups, rewards, torch.ones_like(rewards, dtype=torch.bool), {})
-
-    def score(self, rows: list[Row], groups: list[RolloutGroup], i: int) -> Tensor:
-        """Rewards of the groups' rollouts, fp64 [groups, n]."""
-        rewards = score(self.reward, rows, groups)
+            scores = self.scorer.collect(run, groups, progress)
         if self.config.reward.shuffle:
-            rewards = shuffled(rewards, self.config.seed, i)
-        return torch.tensor(rewards, dtype=torch.float64).view(len(groups), self.config.algorithm.group_size)
+            scores = scores.shuffled(self.config.seed, i)
+        return Collected(run, groups, scores, {})

@@ -1,12 +1,14 @@
 """The training loop: step by step, each written down before the next begins."""
 
 import logging
+from typing import Any
 
 import torch
 
 from rollout import use_engine
 from trainer.config import trajectory_keys
 from trainer.evaluation import evaluate
+from trainer.rewards.calling import TrainingProgress
 from trainer.run import Run
 from trainer.signals import Interrupted, interrupts
 from trainer.step import StepResult
@@ -74,8 +76,9 @@ def _due(every: int, step: int, last: int) -> bool:
 
 def _evaluate(run: Run, step: int) -> Metrics:
     trainer, limit = run.trainer, run.config.eval.max_new_tokens or run.trainer.sampling.max_new_tokens
+    progress = TrainingProgress(step, run.config.steps)
     with run.timer.phase("eval"):
-        return evaluate(run.engine, run.task.eval_rows, trainer.collector.reward, trainer.sampling, limit, step)
+        return evaluate(run.engine, run.task.eval_rows, trainer.collector.scorer, trainer.sampling, limit, progress)
 
 
 def _record_first(run: Run) -> None:
@@ -87,6 +90,17 @@ def _record_first(run: Run) -> None:
         run.tracker.log(metrics, 0)
 
 
+def _samples(result: StepResult, step: int) -> list[dict[str, Any]]:
+    """The first completion of each group, with what each function, and log_extra, said of it."""
+    scores, samples = result.scores, []
+    for g, (row, group) in enumerate(zip(result.rows, result.groups, strict=True)):
+        sample = {"step": step, "prompt": str(row.prompt), "completion": group.rollouts[0].text}
+        sample |= {name: columns[g][0] for name, columns in scores.extras.items()}
+        sample |= {f"rewards/{name}": float(values[g, 0]) for name, values in scores.parts.items()}
+        samples.append(sample | {"reward": float(scores.totals[g, 0])})
+    return samples
+
+
 def _record(run: Run, result: StepResult, step: int, progress: Progress) -> None:
     """Evaluate if it is time, then one line each in metrics.jsonl, on the console and on the dashboard."""
     config, metrics = run.config, dict(result.metrics)
@@ -95,11 +109,7 @@ def _record(run: Run, result: StepResult, step: int, progress: Progress) -> None
     metrics |= {f"timing_s/{phase}": seconds for phase, seconds in run.timer.step.items()} | memory_metrics(run.engine)
     run.metrics_file.append({"step": step} | metrics)
     run.tracker.log(metrics, step)
-    samples = [
-        {"step": step, "prompt": str(row.prompt), "completion": group.rollouts[0].text, "reward": values[0]}
-        for row, group, values in zip(result.rows, result.groups, result.rewards.tolist(), strict=True)
-    ]
-    run.tracker.log_completions(samples, step)
+    run.tracker.log_completions(_samples(result, step), step)
     logger.info(progress.line(metrics, step))
     if step == run.start_step + 1:
         logger.info(run.memory.report())

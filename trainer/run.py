@@ -29,10 +29,11 @@ from trainer.config import ConfigError, HFModelConfig, TinyModelConfig, TrainerC
 from trainer.config.limits import check_device, check_limits
 from trainer.data.rendering import kept_prompts, render_rows, restore_prompts
 from trainer.data.rows import Row, RowStream
-from trainer.data.tasks import RewardFunction, Task, make_task
+from trainer.data.tasks import Task, make_task
 from trainer.memory import MemoryWatch, plan_memory, step_shape
 from trainer.optimizer import MasterAdamW
-from trainer.rewards.rewards import check_reward, make_reward
+from trainer.rewards.functions import check_functions, make_functions
+from trainer.rewards.scorer import Scorer
 from trainer.step import Trainer
 from trainer.storage import checkpoint
 from trainer.storage.digests import check_contents, model_contents, task_contents
@@ -83,6 +84,7 @@ class Run:
 
     def close(self, exit_code: int = 0) -> None:
         """exit_code: what the process will end with; the dashboard is told if that is not 0."""
+        self.trainer.collector.scorer.close()
         self.trainer.optimizer.close()
         self.engine.close()
         if exit_code:
@@ -146,7 +148,7 @@ def _prepare(config: TrainerConfig, folder: RunFolder) -> Run:
     values = _save_config(config, folder.path / "config.yaml")
     view = None if reference is None else _frozen_view(engine, reference)
     rows = RowStream(inputs.task.train_rows, config.seed)
-    trainer = Trainer(config, engine, optimizer, rows, inputs.reward, reference=view, timer=timer)
+    trainer = Trainer(config, engine, optimizer, rows, inputs.scorer, reference=view, timer=timer)
     trainer.collector.num_refilled = 0 if state is None else state.num_refilled
     return Run(
         config=config,
@@ -169,7 +171,7 @@ class Inputs:
     """What a run is about, before its weights are loaded: rows, with their prompts' ids, and what judges them."""
 
     task: Task
-    reward: RewardFunction
+    scorer: Scorer
     described: PretrainedConfig
     tokenizer: PreTrainedTokenizerBase
     contents: dict[str, str]
@@ -184,15 +186,16 @@ def _read_inputs(config: TrainerConfig, found: Path | None, state: checkpoint.Tr
     """Cheap things first, so that what is wrong is said at once; on a resume all must be what it was."""
     began = None if state is None else state.contents
     task = make_task(config.task, config.seed)
-    reward = make_reward(config.reward, task)
-    check_reward(reward, task)
+    functions = make_functions(config.reward, task)
+    check_functions(functions, task)
+    scorer = Scorer(functions, config.reward)
     contents = task_contents(config, task)
     changed = check_contents(config, began, contents)
     described, tokenizer = _described(config)
     in_directory = _directory_contents(config, tokenizer)
     changed |= check_contents(config, began, in_directory)
     task = _rendered(task, tokenizer, described.vocab_size, found, changed)
-    return Inputs(task, reward, described, tokenizer, contents | in_directory)
+    return Inputs(task, scorer, described, tokenizer, contents | in_directory)
 
 
 def _restore(

@@ -19,8 +19,9 @@ from trainer.algorithm.losses import LossFunction, PolicyLoss
 from trainer.collecting import Collected, Collector, RowSource
 from trainer.config import TrainerConfig, sampling_params
 from trainer.data.rows import MINIBATCH_PURPOSE, Row, permutation
-from trainer.data.tasks import RewardFunction
 from trainer.optimizer import MasterAdamW, learning_rate
+from trainer.rewards.scorer import Scorer
+from trainer.rewards.scores import Scores
 from trainer.signals import interrupts
 from trainer.tracking.metrics import UpdateMetrics
 from trainer.tracking.timing import PhaseTimer
@@ -35,8 +36,7 @@ class StepResult:
 
     rows: list[Row]
     groups: list[RolloutGroup]
-    rewards: Tensor
-    """fp64 [G, n]"""
+    scores: Scores
     advantages: Tensor
     """fp32 [T], of the step's completion tokens in order of group, rollout, place."""
     metrics: Metrics
@@ -45,7 +45,7 @@ class StepResult:
 class Trainer:
     """The steps of a run, one at a time; it keeps no record of them.
 
-    The optimizer holds engine.module's parameters. rows, reward: what is sampled and what it is worth. reference: a
+    The optimizer holds engine.module's parameters. rows, scorer: what is sampled and what it is worth. reference: a
     training view of frozen weights, whose log-probs batches then carry. advantages, loss: how rewards become a loss;
     None: as config.algorithm says. max_new_tokens: one for each of a step's rows; None: config.sampling's for all.
     """
@@ -56,7 +56,7 @@ class Trainer:
         engine: RolloutEngine,
         optimizer: MasterAdamW,
         rows: RowSource,
-        reward: RewardFunction,
+        scorer: Scorer,
         *,
         reference: PreTrainedModel | None = None,
         advantages: AdvantageFunction | None = None,
@@ -69,7 +69,7 @@ class Trainer:
         self.policy = engine.training_view(gradient_checkpointing=config.model.gradient_checkpointing)
         self.sampling = sampling_params(config)
         self.timer = timer or PhaseTimer()
-        self.collector = Collector(config, engine, rows, reward, self.sampling, max_new_tokens, self.timer)
+        self.collector = Collector(config, engine, rows, scorer, self.sampling, max_new_tokens, self.timer)
         self.advantages = advantages or make_advantages(config.algorithm)
         self.loss = loss or make_loss(config.algorithm)
 
@@ -87,7 +87,7 @@ class Trainer:
                 metrics = collected.metrics | self.update(tokens, i)
                 with self.timer.phase("swap"):
                     self.engine.weights_updated()
-        return StepResult(collected.rows, collected.groups, collected.rewards, tokens.advantages, metrics)
+        return StepResult(collected.rows, collected.groups, collected.scores, tokens.advantages, metrics)
 
     # -- what is known before the update ------------------------------------------------------------------------
 
@@ -95,7 +95,7 @@ class Trainer:
         """The step's tokens, with their advantages and all that is to be measured under the weights of now."""
         algorithm = self.config.algorithm
         tokens = StepTokens.of(collected.groups, exact=self.engine.numerics.exact)
-        keep = collected.scored
+        scores, keep = collected.scores, collected.scores.scored
         if algorithm.truncated == "mask":
             ended = [r.finish_reason != "length" for group in collected.groups for r in group.rollouts]
             keep = keep & torch.tensor(ended, dtype=torch.bool).view(keep.shape)
@@ -103,8 +103,8 @@ class Trainer:
         penalised = algorithm.kl_in != "loss" and bool(algorithm.kl_coef)
         advantages = token_advantages(
             tokens,
-            collected.rewards,
-            collected.scored,
+            scores.totals,
+            scores.scored,
             self.advantages,
             penalty=self._penalty if penalised else None,
             penalise=algorithm.kl_in,

@@ -1,12 +1,15 @@
 """A call of the engine: its requests, and their rollouts as they end, whoever steps."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from rollout.engine.handles import BadPrompt, Outcomes, RolloutHandle, failure
 from rollout.engine.loop import EngineCore
 from rollout.schedule.sequence import Request
-from rollout.types import Rollout
+from rollout.types import Rollout, RolloutGroup
+
+OnGroup = Callable[[int, RolloutGroup], None]
+"""Told (place of the prompt, group) as soon as the last completion of a prompt has ended."""
 
 
 class Call:
@@ -20,14 +23,14 @@ class Call:
         self._places = {entry: place for place, entry in enumerate(self.entries) if isinstance(entry, RolloutHandle)}
         self.num_rollouts = sum(handle.request.n for handle in self._places)
 
-    def rollouts(self) -> Iterator[tuple[int, Rollout]]:
+    def rollouts(self, on_group: OnGroup | None = None) -> Iterator[tuple[int, Rollout]]:
         """Submit, and yield (place, rollout) as they end; aborts what is left when it is dropped.
 
         Steps when nothing is there and nobody else steps. Raises RolloutError if an error in a step of another thread
         has ended the requests, after what had ended before.
         """
         self._core.turns.refuse_nesting()
-        num_left = self.num_rollouts
+        num_left, of_prompt = self.num_rollouts, {handle: handle.request.n for handle in self._places}
         try:
             self._core.meter.begin_call(self)
             self._core.submit(self._places)
@@ -43,6 +46,9 @@ class Call:
                     if not isinstance(outcome, Rollout):
                         raise failure(outcome)
                     num_left -= 1
+                    of_prompt[handle] -= 1
+                    if on_group is not None and not of_prompt[handle]:
+                        on_group(self._places[handle], handle.group())
                     yield self._places[handle], outcome
         finally:
             if not self._core.turns.elsewhere:  # an iterator that was copied with the process

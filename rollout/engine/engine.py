@@ -10,7 +10,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rollout.config import RolloutConfig, SamplingParams
-from rollout.engine.calls import Call
+from rollout.engine.calls import Call, OnGroup
 from rollout.engine.exactness import decide_numerics
 from rollout.engine.handles import RolloutHandle
 from rollout.engine.loop import EngineCore, WhileRunning
@@ -91,6 +91,7 @@ class RolloutEngine:
         salt: str | None = None,
         on_error: OnError = "raise",
         progress: bool | None = None,
+        on_group: OnGroup | None = None,
     ) -> list[RolloutGroup]:
         """n completions of each prompt: groups in prompt order, rollouts in index order.
 
@@ -99,12 +100,12 @@ class RolloutEngine:
         place in this call. salt: prompts share cached KV only with those of the same salt. Raises RolloutError before
         any work if an input is bad; with on_error="return" a bad prompt (not a bad option) gets a group with `error`
         set and one rollout of finish_reason "error", and the others run. progress: show a bar; None: on a terminal, in
-        long calls.
+        long calls. on_group: told (place of the prompt, group) as soon as a prompt's last completion has ended.
         """
         call = self._call(prompts, n, sampling, RequestOptions(step, keys, purpose, salt, on_error))
         hidden = None if progress is None else not progress
         with tqdm(total=call.num_rollouts, unit="rollout", delay=_BAR_DELAY, disable=hidden, leave=False) as bar:
-            for _ in call.rollouts():
+            for _ in call.rollouts(on_group):
                 bar.update()
         return [entry.group() for entry in call.entries]
 

@@ -19,7 +19,13 @@ CONF = Path(__file__).resolve().parents[2] / "conf"
 FILES = sorted(CONF.rglob("*.yaml"))
 _OTHERS = (CONF, *(CONF / name for name in ("experiment", "experiment_model", "parts")))
 OPTION_FILES = [path for path in FILES if path.parent not in _OTHERS]
-NEEDED = {"model=hf": "model.path=DIR", "task=jsonl": "task.path=FILE", "reward=custom": "reward.path=module:function"}
+NEEDED = {
+    "model=hf": "model.path=DIR",
+    "task=jsonl": "task.path=FILE",
+    "reward=custom": "reward.path=module:function",
+    "reward=regex": "reward.pattern=a",
+    "reward=functions": "reward.functions=[numeric]",
+}
 """What an option of a group may need beside itself."""
 
 
@@ -51,10 +57,13 @@ def _get(config: TrainerConfig, key: str) -> Any:
 
 @pytest.mark.parametrize("path", OPTION_FILES, ids=_name)
 def test_every_option_arrives_as_its_file_says(path: Path) -> None:
-    needed = [NEEDED[_name(path)]] if _name(path) in NEEDED else []
-    config = _parse(_name(path), *needed)
-    given = yaml.safe_load(path.read_text()) | dict([override.split(".")[1].split("=") for override in needed])
+    needed = NEEDED.get(_name(path))
+    config = _parse(_name(path), *([needed] if needed else []))
+    given = yaml.safe_load(path.read_text())
     given.pop("defaults", None)
+    if needed:
+        name, value = needed.split(".", 1)[1].split("=")
+        given |= {name: yaml.safe_load(value)}
     assert {name: getattr(getattr(config, path.parent.name), name) for name in given} == given
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from trainer.data.rows import Row
-from trainer.rewards.rewards import load_reward
+from trainer.rewards.loading import load_reward
 from trainer.storage import digests
 
 ROWS = [Row("a", "1", {"level": 1}), Row([{"role": "user", "content": "b"}], 2)]

@@ -1,5 +1,6 @@
 """Held-out evaluation: greedy, counted by hand on a model whose tokens are known, and invisible to training."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,7 +9,10 @@ import tiny_models
 from rollout import RolloutConfig, RolloutEngine, RolloutGroup, SamplingParams
 from trainer.data.rows import Row
 from trainer.data.tasks import exact_match
-from trainer.evaluation import evaluate
+from trainer.evaluation import evaluate as evaluate_by
+from trainer.rewards.calling import TrainingProgress
+from trainer.rewards.functions import weighted
+from trainer.rewards.scorer import Scorer
 
 CONFIG = RolloutConfig(block_size=4, num_blocks=64, max_model_len=24, max_num_seqs=8, max_num_batched_tokens=64)
 TOKENIZER = tiny_models.byte_tokenizer()
@@ -16,6 +20,17 @@ EQUALS, FOUR, THREE, TWO, X = TOKENIZER("=432x", add_special_tokens=False)["inpu
 # after "=" a 4 is likelier than a 3; both go on to a 2, which ends; an x repeats for ever
 CHAIN = {EQUALS: {FOUR: 0.6, THREE: 0.4}, FOUR: TWO, THREE: TWO, TWO: tiny_models.EOS, X: X}
 GREEDY_IN_NAME_ONLY = SamplingParams(temperature=3.0, top_k=2, top_p=0.9, min_p=0.1, max_new_tokens=2, seed=0)
+
+
+def evaluate(
+    engine: RolloutEngine,
+    rows: list[Row],
+    function: Callable[..., Any],
+    sampling: SamplingParams,
+    max_new_tokens: int,
+    step: int,
+) -> dict[str, float]:
+    return evaluate_by(engine, rows, Scorer([weighted(function)]), sampling, max_new_tokens, TrainingProgress(step, 9))
 
 
 @pytest.fixture(scope="module")

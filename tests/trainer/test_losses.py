@@ -179,7 +179,7 @@ def test_no_groups_have_no_advantages() -> None:
 def test_reward_metrics_keep_small_differences_at_a_large_offset() -> None:
     group = RolloutGroup([1], [Rollout(i, [1], [-1.0], [-1.0], "", "stop", 0) for i in range(4)], 0, 0)
     rewards = torch.tensor([[1e15, 1e15 + 0.25, 1e15 + 0.25, 1e15 + 0.5], [0.1] * 4], dtype=torch.float64)
-    metrics = completion_metrics([group, group], rewards)
+    metrics = completion_metrics([group, group], rewards, torch.ones_like(rewards, dtype=torch.bool))
     # deviations -1/4, 0, 0, 1/4: their squares' sum 1/8, over 3
     assert metrics["reward_std"] == pytest.approx(math.sqrt(1 / 24) / 2, rel=1e-15)
     assert metrics["frac_reward_zero_std"] == 0.5

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from rollout import Rollout, RolloutError, RolloutGroup
+from scoring import score
 from trainer.config import ConfigError
 from trainer.data.rows import Row
 from trainer.rewards.loading import load_reward
-from trainer.rewards.rewards import score
 
 GROUP = RolloutGroup([1], [Rollout(0, [2], [0.0], [0.0], "a", "stop", 0)], 0, 0)
 ROW = Row("p", 1, source="rows.jsonl:7")
@@ -77,7 +77,7 @@ def test_error_without_a_message_still_names_function_and_row() -> None:
 
 FORKING = """
 import os, sys
-from trainer.rewards.rewards import score
+from scoring import score
 from rollout import Rollout, RolloutGroup
 from trainer.data.rows import Row
 def judge(completions):
@@ -106,7 +106,8 @@ CHILDREN = {
 
 
 def test_a_child_that_comes_out_of_a_reward_ends(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", FORKING, *CHILDREN], cwd=tmp_path, check=True)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", FORKING, *CHILDREN], cwd=tmp_path, env=environment, check=True)
     for number, (child, (status, told)) in enumerate(CHILDREN.items(), start=1):
         out, err = ((tmp_path / f"{number}.{name}").read_text() for name in ("out", "err"))
         assert out == f"child {status}\n[[1.0]]\n", child

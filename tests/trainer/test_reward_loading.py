@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from rollout import Rollout, RolloutError, RolloutGroup
+from scoring import score
 from trainer.config import ConfigError
 from trainer.data.rows import Row
 from trainer.data.tasks import Task, numeric
+from trainer.rewards.functions import check_functions, weighted
 from trainer.rewards.loading import check_arguments, load_reward
-from trainer.rewards.rewards import check_reward, score
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +54,7 @@ def _reward(file: Path, text: str) -> Path:
         ("f = 1\n", "has no function 'f'"),
         ("class f:\n    pass\n", "'f' is a class; name a function or an instance, as in scorer = f()"),
         ("def f(completions):\n    yield 1.0\n", "it yields; a reward returns a list"),
-        ("async def f(completions):\n    yield 1.0\n", "async functions are not supported"),
+        ("async def f(completions):\n    yield 1.0\n", "it yields; a reward returns a list"),
     ],
 )
 def test_file_that_cannot_be_imported_is_refused_by_name(tmp_path: Path, text: str, problem: str) -> None:
@@ -129,12 +130,12 @@ def test_field_that_only_training_rows_have_is_refused_with_the_file() -> None:
     task = _task([Row("a", 1, {"level": 1}, "train.jsonl:1")], [Row("b", 1, {}, "some folder/eval.jsonl:1")])
     message = r"^reward: _leveled wants 'level', which is no field of the held-out rows in some folder/eval\.jsonl; add"
     with pytest.raises(ConfigError, match=message):
-        check_reward(_leveled, task)
+        check_functions([weighted(_leveled)], task)
 
 
 def test_field_that_only_held_out_rows_have_is_refused_too() -> None:
     with pytest.raises(ConfigError, match="wants 'level', which is no field of the training rows; "):
-        check_reward(_leveled, _task([Row("a", 1)], [Row("b", 1, {"level": 1})]))
+        check_functions([weighted(_leveled)], _task([Row("a", 1)], [Row("b", 1, {"level": 1})]))
 
 
 @pytest.mark.parametrize(
@@ -142,8 +143,8 @@ def test_field_that_only_held_out_rows_have_is_refused_too() -> None:
     [lambda completions, level=2: [], lambda **_: [], lambda completions: [], functools.partial(_leveled, level=[1])],
 )
 def test_field_that_need_not_be_there_is_not_asked_for(function: Callable[..., Any]) -> None:
-    check_reward(function, _task([Row("a", 1, {"level": 1})], [Row("b", 1)]))
-    check_reward(function, _task([Row("a", 1)], []))
+    check_functions([weighted(function)], _task([Row("a", 1, {"level": 1})], [Row("b", 1)]))
+    check_functions([weighted(function)], _task([Row("a", 1)], []))
 
 
 def test_argument_by_place_only_is_refused() -> None:
@@ -160,8 +161,8 @@ def test_numeric_refuses_an_answer_that_is_no_number_with_its_line(held_out: boo
     task = _task(good, bad) if held_out else _task(bad, good)
     message = r"^reward=numeric: rows\.jsonl:9 \('what\?'\): answer 'seven' is not a single number; correct the row, or"
     with pytest.raises(ConfigError, match=message):
-        check_reward(numeric, task)
-    check_reward(task.reward, _task(good, good))
+        check_functions([weighted(numeric)], task)
+    check_functions([weighted(task.reward)], _task(good, good))
 
 
 # -- calling it ---------------------------------------------------------------------------------------------------

@@ -13,22 +13,21 @@ import numpy as np
 import pytest
 import torch
 
-from rollout import Rollout, RolloutError, RolloutGroup
+from rollout import RolloutError, RolloutGroup
+from scoring import PROGRESS, group, score
 from trainer.config import ArithmeticConfig, ConfigError, CustomRewardConfig, RewardConfig
 from trainer.data.rows import Row
 from trainer.data.tasks import exact_match, final_answer, make_task, numeric
+from trainer.rewards.functions import make_functions
 from trainer.rewards.loading import check_arguments, load_reward, reward_name
-from trainer.rewards.rewards import make_reward, score, shuffled
+from trainer.rewards.scores import Scores
 
 
 def _groups(*texts: list[str]) -> list[RolloutGroup]:
-    return [
-        RolloutGroup([g], [Rollout(i, [g, i], [-1.0] * 2, [-1.0] * 2, t, "stop", 0) for i, t in enumerate(group)], g, 0)
-        for g, group in enumerate(texts)
-    ]
+    return [group(some, key) for key, some in enumerate(texts)]
 
 
-ROWS = [Row("1+1=", "2", {"level": 3, "tags": ["a"]}), Row([{"role": "user", "content": "hi"}], 7, {"level": 4})]
+ROWS = [Row("1+1=", "2", {"level": 3, "tags": ["a"]}), Row("hi", 7, {"level": 4})]
 GROUPS = _groups(["2", "3", "4"], ["5", "6", "7"])
 COMPLETIONS = ["2", "3", "4", "5", "6", "7"]
 
@@ -38,14 +37,14 @@ COMPLETIONS = ["2", "3", "4", "5", "6", "7"]
 MODULE = """
 import functools
 def plain(completions): return [float(len(text)) for text in completions]
-async def later(completions): return [1.0]
+async def later(completions): return [1.0] * len(completions)
 class Scorer:
     factor = 2.0
     def __call__(self, completions): return [self.factor] * len(completions)
     def method(self, completions): return [self.factor + 1] * len(completions)
-    async def later(self, completions): return [1.0]
+    async def later(self, completions): return [1.0] * len(completions)
 class Later:
-    async def __call__(self, completions): return [1.0]
+    async def __call__(self, completions): return [1.0] * len(completions)
 instance, later_instance = Scorer(), Later()
 bound, later_bound = instance.method, instance.later
 anonymous = lambda completions: [5.0] * len(completions)
@@ -88,19 +87,9 @@ def test_any_callable_scores(module: str, name: str, reward: float) -> None:
     assert reward_name(function)
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "judge.py:later",
-        "judge.py:later_bound",
-        "judge.py:later_part",
-        # exposes: an instance whose __call__ is async is not refused until a whole step has been rolled out
-        "judge.py:later_instance",
-    ],
-)
-def test_async_is_refused(module: str, path: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^reward\.path='{re.escape(path)}': async"):
-        load_reward(path)
+@pytest.mark.parametrize("name", ["later", "later_bound", "later_part", "later_instance"])
+def test_async_is_awaited_in_whatever_form(module: str, name: str) -> None:
+    assert score(load_reward(f"judge.py:{name}"), ROWS, GROUPS) == [[1.0] * 3, [1.0] * 3]
 
 
 @pytest.mark.parametrize(
@@ -139,12 +128,15 @@ def test_file_may_define_dataclasses(tmp_path: Path) -> None:
     ("kind", "function"), [("task", final_answer), ("exact_match", exact_match), ("numeric", numeric)]
 )
 def test_configured_kind(kind: str, function: Callable[..., Any]) -> None:
-    assert make_reward(RewardConfig(kind=kind), make_task(ArithmeticConfig(), 0)) is function
+    (made,) = make_functions(RewardConfig(kind=kind), make_task(ArithmeticConfig(), 0))
+    assert (made.function, made.name, made.weight) == (function, function.__name__, 1.0)
 
 
 def test_configured_custom_function(module: str) -> None:
     config = CustomRewardConfig(path="judge.py:anonymous")
-    assert make_reward(config, make_task(ArithmeticConfig(), 0))(["a"]) == [5.0]
+    (made,) = make_functions(config, make_task(ArithmeticConfig(), 0))
+    assert made.function(["a"]) == [5.0]
+    assert (made.name, made.path) == ("<lambda>", "judge.py:anonymous")
 
 
 # -- what the function is given -----------------------------------------------------------------------------------
@@ -158,7 +150,10 @@ def test_columns_are_aligned_and_repeated_for_every_completion() -> None:
         return [0.0] * 6
 
     score(take_all, ROWS, GROUPS)
+    assert callable(seen.pop("log_extra"))
+    assert callable(seen.pop("log_metric"))
     assert seen == {
+        "trainer_state": PROGRESS,
         "prompts": [ROWS[0].prompt] * 3 + [ROWS[1].prompt] * 3,
         "completions": COMPLETIONS,
         "completion_ids": [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [1, 2]],
@@ -182,9 +177,7 @@ def test_function_gets_the_arguments_it_names(function: Callable[..., Any]) -> N
     assert score(function, ROWS, GROUPS) == [[2.0, 3.0, 4.0], [5.0, 6.0, 7.0]]
 
 
-def test_groups_of_uneven_size_and_none_at_all() -> None:
-    groups = _groups(["1"], ["2", "3"])
-    assert score(lambda completions: [float(text) for text in completions], ROWS, groups) == [[1.0], [2.0, 3.0]]
+def test_no_groups_at_all() -> None:
     assert score(lambda completions, level: [float(text) for text in completions], [], []) == []
 
 
@@ -194,8 +187,9 @@ def test_what_a_function_does_to_its_arguments_stays_with_it() -> None:
 
     def vandal(prompts: Any, completions: Any, completion_ids: Any, answer: Any, meta: Any) -> list[float]:
         assert (prompts[1], answer[1], meta[1]) == ([{"role": "user", "content": "hi"}], ["7"], {"k": [1]})
-        assert (completions, completion_ids) == (["a", "b"], [[0, 0], [0, 1]])
-        prompts[0][-1]["content"] = answer[0][0] = meta[0]["k"][0] = completions[0] = "changed"
+        said = [[{"role": "assistant", "content": text}] for text in "ab"]
+        assert (completions, completion_ids) == (said, [[0, 0], [0, 1]])
+        prompts[0][-1]["content"] = answer[0][0] = meta[0]["k"][0] = completions[0][0]["content"] = "changed"
         completion_ids[0].append(9)
         return [0.0, 1.0]
 
@@ -244,7 +238,6 @@ def test_numbers_of_any_kind_become_floats(returned: Any) -> None:
         math.nan,
         math.inf,
         -math.inf,
-        None,
         "1",
         [1.0],
         1j,
@@ -285,7 +278,9 @@ def test_wrong_count_is_named(count: int) -> None:
     def my_judge(completions: list[str]) -> list[float]:
         return [1.0] * count
 
-    with pytest.raises(RolloutError, match=f"^reward my_judge returned {count} values for 6 completions"):
+    with pytest.raises(
+        RolloutError, match=rf"^reward my_judge returned {count} values for 3 completions, for row '1\+1='$"
+    ):
         score(my_judge, ROWS, GROUPS)
 
 
@@ -314,7 +309,7 @@ def test_what_is_no_list_is_named(returned: Any, kind: str) -> None:
     ("function", "name"),
     [
         (exact_match, "exact_match"),
-        (functools.partial(numeric), "partial"),
+        (functools.partial(numeric), "numeric"),
         ([].append, "append"),
         (lambda: 0, "<lambda>"),
     ],
@@ -325,25 +320,40 @@ def test_every_callable_has_a_name(function: Callable[..., Any], name: str) -> N
 
 # -- the control --------------------------------------------------------------------------------------------------
 
-DEALT = [[0.0, 1.0, 2.0], [3.0], [4.0, 5.0, 5.0, 7.0]]
+DEALT = torch.tensor([[0.0, 1.0, 2.0], [4.0, 5.0, 5.0]], dtype=torch.float64)
+
+
+def _dealt(totals: torch.Tensor, seed: int, step: int, scored: torch.Tensor | None = None) -> list[list[float]]:
+    mask = torch.ones_like(totals, dtype=torch.bool) if scored is None else scored
+    dealt: list[list[float]] = Scores(totals, mask, {}).shuffled(seed, step).totals.tolist()
+    return dealt
 
 
 def test_shuffled_keeps_the_rewards_and_the_groups_sizes() -> None:
-    dealt = shuffled(DEALT, seed=0, step=3)
-    assert [len(group) for group in dealt] == [3, 1, 4]
-    assert Counter(value for group in dealt for value in group) == Counter({0: 1, 1: 1, 2: 1, 3: 1, 4: 1, 5: 2, 7: 1})
+    dealt = _dealt(DEALT, seed=0, step=3)
+    assert [len(group) for group in dealt] == [3, 3]
+    assert Counter(value for group in dealt for value in group) == Counter({0: 1, 1: 1, 2: 1, 4: 1, 5: 2})
+
+
+def test_shuffled_leaves_out_what_is_not_scored() -> None:
+    scored = torch.tensor([[True, True, False], [True, False, True]])
+    for step in range(20):
+        dealt = _dealt(DEALT, 0, step, scored)
+        assert (dealt[0][2], dealt[1][1]) == (2.0, 5.0)
+        assert sorted([*dealt[0][:2], dealt[1][0], dealt[1][2]]) == [0.0, 1.0, 4.0, 5.0]
 
 
 def test_shuffled_is_a_function_of_seed_and_step() -> None:
-    rewards = [[float(i) for i in range(40)]]
-    drawn = [shuffled(rewards, seed, step) for seed in (0, 1) for step in (0, 1)]
+    rewards = torch.arange(40, dtype=torch.float64)[None]
+    drawn = [_dealt(rewards, seed, step) for seed in (0, 1) for step in (0, 1)]
     # 40! orders: two equal ones by chance have odds below 1e-40
-    assert len({tuple(group[0]) for group in [*drawn, rewards]}) == 5
-    assert shuffled(rewards, 1, 0) == drawn[2]
+    assert len({tuple(group[0]) for group in [*drawn, rewards.tolist()]}) == 5
+    assert _dealt(rewards, 1, 0) == drawn[2]
 
 
 def test_shuffled_moves_rewards_from_every_group_to_every_place() -> None:
-    tables = [shuffled([[1.0, 0.0], [0.0, 0.0]], 0, step) for step in range(2000)]
+    one = torch.tensor([[1.0, 0.0], [0.0, 0.0]])
+    tables = [_dealt(one, 0, step) for step in range(2000)]
     counts = [sum(table[g][i] for table in tables) for g in (0, 1) for i in (0, 1)]
     # 500 each, with a standard deviation of 19.4: beyond five of them lies 1 in a million
     assert sum(counts) == 2000

@@ -92,7 +92,7 @@ MOMENTS = {
     "evaluation before the first step": (trainer.loop, "evaluate", 1, []),
     "first step": (trainer.step.Trainer, "_forward", 1, []),
     "rollouts": (trainer.step.Trainer, "rollouts", 4, [3]),
-    "reward": (trainer.step, "score", 4, [3]),
+    "reward": (trainer.step.Trainer, "score", 4, [3]),
     "gradients": (trainer.step.Trainer, "_forward", 6, [4, 5]),
     "update": (trainer.step, "learning_rate", 3, [3]),
     "evaluation": (trainer.loop, "evaluate", 2, [3]),

@@ -11,6 +11,8 @@ from trainer.algorithm.losses import LossFunction, PolicyLoss
 from trainer.config import ClippedConfig, OptimConfig, SamplingConfig, TrainerConfig
 from trainer.data.rows import Row, RowStream
 from trainer.optimizer import MasterAdamW
+from trainer.rewards.functions import weighted
+from trainer.rewards.scorer import Scorer
 from trainer.step import Trainer
 
 
@@ -25,8 +27,9 @@ def _trainer(*, advantages: AdvantageFunction | None = None, loss: LossFunction 
     )
     optimizer = MasterAdamW(model.named_parameters(), config.optim)
     rows = RowStream([Row("ab", 1), Row("c", 2)], seed=0)
+    scorer = Scorer([weighted(lambda completion_ids: [float(ids[0]) for ids in completion_ids])])
     return Trainer(
-        config, engine, optimizer, rows, lambda completion_ids: [float(ids[0]) for ids in completion_ids],
+        config, engine, optimizer, rows, scorer,
         advantages=advantages, loss=loss,
     )  # fmt: skip
 
@@ -37,7 +40,7 @@ def test_a_step_returns_what_it_was_made_of() -> None:
     result = trainer.step(0)
     assert sorted(row.prompt for row in result.rows) == ["ab", "c"]
     first = [[float(rollout.completion_ids[0]) for rollout in group.rollouts] for group in result.groups]
-    assert result.rewards.tolist() == first
+    assert result.scores.totals.tolist() == first
     assert torch.allclose(result.advantages.view(2, -1).sum(-1), torch.zeros(2), atol=1e-4)
     assert result.metrics["completions/mean_length"] == 5.0
     assert result.metrics["learning_rate"] == 1e-2
@@ -58,7 +61,8 @@ def test_advantages_and_loss_of_ones_own_are_the_step_s() -> None:
 
     trainer = _trainer(advantages=lambda rewards, scored: (rewards - 7.0).float(), loss=plain)
     result = trainer.step(0)
-    assert torch.equal(result.advantages, (result.rewards - 7.0).float().flatten().repeat_interleave(5))
+    values = (result.scores.totals - 7.0).float().flatten()
+    assert torch.equal(result.advantages, values.repeat_interleave(5))
     assert len(seen) > 1
     drawn = [rollout for group in result.groups for rollout in group.rollouts]
     ids, advantages = (torch.cat([getattr(b, name) for b in seen]) for name in ("rollout_ids", "advantages"))

@@ -3,7 +3,16 @@
 from trainer.config.algorithm_options import AlgorithmConfig, CispoConfig, ClippedConfig, SapoConfig
 from trainer.config.checks import parse_config, sampling_params, text_keys, trajectory_keys
 from trainer.config.model_options import HFModelConfig, ModelConfig, TinyModelConfig
-from trainer.config.reward_options import CustomRewardConfig, RewardConfig
+from trainer.config.reward_options import (
+    CustomRewardConfig,
+    FunctionEntry,
+    FunctionsRewardConfig,
+    MathRewardConfig,
+    RegexRewardConfig,
+    RewardConfig,
+    function_entries,
+    score_for,
+)
 from trainer.config.schema import OptimConfig, SamplingConfig, TrainerConfig
 from trainer.config.setting import ConfigError
 from trainer.config.stop_options import StopConfig
@@ -17,10 +26,14 @@ __all__ = [
     "ClippedConfig",
     "ConfigError",
     "CustomRewardConfig",
+    "FunctionEntry",
+    "FunctionsRewardConfig",
     "HFModelConfig",
     "JsonlConfig",
+    "MathRewardConfig",
     "ModelConfig",
     "OptimConfig",
+    "RegexRewardConfig",
     "RewardConfig",
     "SamplingConfig",
     "SapoConfig",
@@ -30,8 +43,10 @@ __all__ = [
     "TrackingConfig",
     "TrainerConfig",
     "WandbConfig",
+    "function_entries",
     "parse_config",
     "sampling_params",
+    "score_for",
     "text_keys",
     "trajectory_keys",
 ]

@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rollout import RolloutError, SamplingParams
 from trainer.config.algorithm_options import AlgorithmConfig
+from trainer.config.reward_options import check_reward_options
 from trainer.config.schema import OPTIONS, TrainerConfig, default_option, every_key, options_with
 from trainer.config.setting import ConfigError
 
@@ -180,6 +181,7 @@ def _check_combinations(config: TrainerConfig) -> None:
         for spec in fields(option):
             if spec.metadata.get("needs") and not getattr(option, spec.name):
                 raise ConfigError(f"{group}.{spec.name}: {group}={option.kind} needs {spec.metadata['needs']}")
+    check_reward_options(config.reward)
     if config.algorithm.kl_coef and sampling_params(config).cuts:
         raise ConfigError("algorithm.kl_coef: a KL term needs the whole vocabulary; switch off top_k, top_p and min_p")
     _check_algorithm(config.algorithm)

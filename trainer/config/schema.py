@@ -14,7 +14,13 @@ from omegaconf import MISSING
 from rollout import RolloutConfig
 from trainer.config.algorithm_options import ALGORITHMS, AlgorithmConfig, ClippedConfig
 from trainer.config.model_options import HFModelConfig, ModelConfig, TinyModelConfig
-from trainer.config.reward_options import CustomRewardConfig, RewardConfig
+from trainer.config.reward_options import (
+    CustomRewardConfig,
+    FunctionsRewardConfig,
+    MathRewardConfig,
+    RegexRewardConfig,
+    RewardConfig,
+)
 from trainer.config.setting import setting
 from trainer.config.stop_options import StopConfig
 from trainer.config.task_options import ArithmeticConfig, JsonlConfig, TaskConfig
@@ -84,7 +90,10 @@ OPTIONS: dict[str, dict[str, type]] = {
         "task": RewardConfig,
         "exact_match": RewardConfig,
         "numeric": RewardConfig,
+        "regex": RegexRewardConfig,
+        "math": MathRewardConfig,
         "custom": CustomRewardConfig,
+        "functions": FunctionsRewardConfig,
     },
     "algorithm": dict(ALGORITHMS),
     "tracking": {"none": TrackingConfig, "wandb": WandbConfig},

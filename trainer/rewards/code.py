@@ -1,10 +1,10 @@
 """The user's code, run so that the process it leaves behind is the one it found."""
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-
-import torch
+from typing import Any
 
 from trainer.signals import tell
 
@@ -39,8 +39,21 @@ def _end_child(name: str, error: BaseException | None) -> None:
 
 
 def _put_back_later(stack: ExitStack) -> None:
-    dtype, device, threads = torch.get_default_dtype(), torch.get_default_device(), torch.get_num_threads()
     folder = _folder()
+
+    def go_back() -> None:
+        if folder is not None and _folder() != folder:
+            os.chdir(folder)
+
+    stack.callback(go_back)
+    # a worker process has no torch, unless the user's code has imported it
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        _put_torch_back_later(stack, torch)
+
+
+def _put_torch_back_later(stack: ExitStack, torch: Any) -> None:
+    dtype, device, threads = torch.get_default_dtype(), torch.get_default_device(), torch.get_num_threads()
     autocast = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")}
     stack.callback(torch.set_grad_enabled, torch.is_grad_enabled())
 
@@ -49,13 +62,11 @@ def _put_back_later(stack: ExitStack) -> None:
         for kind, (enabled, autocast_dtype) in autocast.items():
             torch.set_autocast_enabled(kind, enabled)
             torch.set_autocast_dtype(kind, autocast_dtype)
-        # only what differs: setting them has a price, or fails where the folder is gone
+        # only what differs: setting them has a price
         if torch.get_default_device() != device:
             torch.set_default_device(None if device == torch.device("cpu") else device)
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
-        if folder is not None and _folder() != folder:
-            os.chdir(folder)
 
     stack.callback(put_back)
 

@@ -1,5 +1,6 @@
 """A reward function of the user's own: found, imported, and checked for what it can be called with."""
 
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -22,21 +23,23 @@ _LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "pla
 REWARD_MODULE = "cowroll_reward_"
 """What names of modules begin with that were made of reward files."""
 _OURS = str(Path(__file__).parents[1]) + os.sep
+STATE, LOG_EXTRA, LOG_METRIC = "trainer_state", "log_extra", "log_metric"
+"""What a function may take besides columns, by TRL's names."""
 
 
-def load_reward(path: str) -> RewardFunction:
+def load_reward(path: str, key: str = "reward.path") -> RewardFunction:
     """A function of one's own: `package.module:function` (or `package.module.function`) or `FILE.py:function`.
 
-    FILE.py is imported as if it were run: the files beside it can be imported, now and later. Raises ConfigError if
-    the function is not there, cannot be called with lists, or importing it fails in any way, `exit()` included. What
-    the import sets of torch, and the working directory, are put back.
+    FILE.py is imported as if it were run: the files beside it can be imported, now and later. Raises ConfigError, which
+    begins with the key, if the function is not there, cannot be called with lists, or importing it fails in any way,
+    `exit()` included. What the import sets of torch, and the working directory, are put back.
     """
     module_name, _, name = path.rpartition(":") if ":" in path else path.rpartition(".")
     if not module_name or not name:
-        raise ConfigError(f"reward.path={path!r}: use package.module:function or FILE.py:function")
+        raise ConfigError(f"{key}={path!r}: use package.module:function or FILE.py:function")
     file = Path(module_name).expanduser() if module_name.endswith(".py") else None
     if file is not None and not file.is_file():
-        raise ConfigError(f"reward.path={path!r}: file {module_name!r} does not exist")
+        raise ConfigError(f"{key}={path!r}: file {module_name!r} does not exist")
     try:
         with users_code(repr(path)):
             module = importlib.import_module(module_name) if file is None else _import_file(file.resolve())
@@ -44,18 +47,20 @@ def load_reward(path: str) -> RewardFunction:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a user's code may raise anything
-        raise ConfigError(f"reward.path={path!r}: {_import_failure(error, module_name)}") from error
+        raise ConfigError(f"{key}={path!r}: {_import_failure(error, module_name)}") from error
     if not callable(function):
-        raise ConfigError(f"reward.path={path!r}: {module_name!r} has no function {name!r}")
+        raise ConfigError(f"{key}={path!r}: {module_name!r} has no function {name!r}")
     problem = _unfit(function)
     if problem is not None:
-        raise ConfigError(f"reward.path={path!r}: {problem}")
+        raise ConfigError(f"{key}={path!r}: {problem}")
     loaded: RewardFunction = function
     return loaded
 
 
 def reward_name(function: Callable[..., Any]) -> str:
-    """A name for messages and metrics; partials and instances have none of their own."""
+    """A name for messages and metrics: a partial has that of what it calls, an instance that of its class."""
+    while isinstance(function, functools.partial):
+        function = function.func
     return str(getattr(function, "__name__", type(function).__name__))
 
 
@@ -83,19 +88,36 @@ def described(error: BaseException) -> str:
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
-def check_arguments(function: RewardFunction, rows: Sequence[Row], kind: str = "training") -> None:
-    """Refuse a reward that wants an argument which no row has. kind: which rows they are, for the message."""
-    known = {"prompts", "completions", "completion_ids", "answer"} | {name for row in rows for name in row.columns}
+def takes(function: Callable[..., Any]) -> frozenset[str] | None:
+    """Names of the arguments that it is given; None: all that there are."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return frozenset(parameter.name for parameter in parameters if parameter.kind in by_name)
+
+
+def check_arguments(
+    function: RewardFunction, rows: Sequence[Row], kind: str = "training", name: str | None = None
+) -> None:
+    """Refuse a reward that wants an argument which no row has. kind, name: which rows and function, for messages."""
+    called = name or reward_name(function)
+    columns = {name for row in rows for name in row.columns}
+    known = {"prompts", "completions", "completion_ids", "answer", STATE, LOG_EXTRA, LOG_METRIC}
+    clash = sorted(columns & {STATE, LOG_EXTRA, LOG_METRIC})
+    if clash:
+        raise ConfigError(f"task: field {clash[0]!r} of the {kind} rows is what rewards are called with; rename it")
+    known |= columns
     variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    for name, parameter in inspect.signature(function).parameters.items():
+    for argument, parameter in inspect.signature(function).parameters.items():
         if parameter.default is not inspect.Parameter.empty or parameter.kind in variable:
             continue
         if parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
-            raise ConfigError(f"reward: {reward_name(function)} takes {name!r} by place only; arguments come by name")
-        if name not in known:
+            raise ConfigError(f"reward: {called} takes {argument!r} by place only; arguments come by name")
+        if argument not in known:
             file = rows[0].source.rpartition(":")[0] if rows else ""
             raise ConfigError(
-                f"reward: {reward_name(function)} wants {name!r}, which is no field of the {kind} rows"
+                f"reward: {called} wants {argument!r}, which is no field of the {kind} rows"
                 + (f" in {file}" if file else "")
                 + "; add the field, or give the argument a default"
             )
@@ -162,9 +184,7 @@ def _unfit(function: Any) -> str | None:
     if inspect.isclass(function):
         return f"{function.__name__!r} is a class; name a function or an instance, as in scorer = {function.__name__}()"
     for called in (function, getattr(type(function), "__call__", None)):  # noqa: B004
-        if inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called):
-            return "async functions are not supported"
-        if inspect.isgeneratorfunction(called):
+        if inspect.isgeneratorfunction(called) or inspect.isasyncgenfunction(called):
             return "it yields; a reward returns a list"
     try:
         inspect.signature(function)

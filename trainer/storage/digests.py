@@ -10,7 +10,14 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from trainer.config import ConfigError, CustomRewardConfig, JsonlConfig, TrainerConfig
+from trainer.config import (
+    ConfigError,
+    CustomRewardConfig,
+    FunctionsRewardConfig,
+    JsonlConfig,
+    TrainerConfig,
+    function_entries,
+)
 from trainer.data.rows import Row
 from trainer.data.tasks import Task
 from trainer.rewards.loading import REWARD_MODULE
@@ -36,11 +43,20 @@ _INSTALLED = {"site-packages", "dist-packages"}
 
 
 def task_contents(config: TrainerConfig, task: Task) -> dict[str, str]:
-    """Digests of the rows, and of a custom reward's source."""
+    """Digests of the rows, and of the sources of reward functions of the user's own."""
     contents = {"training data": rows_digest(task.train_rows), "held-out data": rows_digest(task.eval_rows)}
-    if isinstance(config.reward, CustomRewardConfig):
-        contents["reward"] = reward_digest(config.reward.path)
+    paths = _reward_paths(config)
+    if paths:
+        contents["reward"] = "".join(map(reward_digest, paths))
     return contents
+
+
+def _reward_paths(config: TrainerConfig) -> list[str]:
+    if isinstance(config.reward, CustomRewardConfig):
+        return [config.reward.path]
+    if isinstance(config.reward, FunctionsRewardConfig):
+        return [entry.path for entry in function_entries(config.reward.functions) if entry.path is not None]
+    return []
 
 
 def model_contents(directory: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
@@ -72,7 +88,8 @@ def check_contents(config: TrainerConfig, began: Mapping[str, str] | None, now: 
 def _key(config: TrainerConfig, name: str) -> str:
     if name == "held-out data" and isinstance(config.task, JsonlConfig) and config.task.eval_path is not None:
         return "task.eval_path"
-    return {"data": "task.path", "reward": "reward.path", "model": "model.path"}[_GROUPS[name]]
+    reward = "reward.functions" if isinstance(config.reward, FunctionsRewardConfig) else "reward.path"
+    return {"data": "task.path", "reward": reward, "model": "model.path"}[_GROUPS[name]]
 
 
 def rows_digest(rows: Sequence[Row]) -> str:

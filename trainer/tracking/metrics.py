@@ -72,18 +72,12 @@ class UpdateMetrics:
         return metrics
 
 
-def completion_metrics(groups: list[RolloutGroup], rewards: Tensor) -> Metrics:
-    """Rewards (fp64 [groups, n]) and lengths of a step's completions."""
+def completion_metrics(groups: list[RolloutGroup], rewards: Tensor, scored: Tensor) -> Metrics:
+    """Rewards (fp64 [groups, n]) of those that are scored (bool [groups, n]), and lengths of a step's completions."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     lengths = torch.tensor([len(rollout.completion_ids) for rollout in rollouts], dtype=torch.float64)
     ended = torch.tensor([rollout.finish_reason == "stop" for rollout in rollouts])
     metrics = {
-        # exact, so that an offset common to all costs no digits
-        "reward": statistics.mean(rewards.flatten().tolist()),
-        "reward_std": statistics.fmean(
-            statistics.stdev(group) if len(group) > 1 else 0.0 for group in rewards.tolist()
-        ),
-        "frac_reward_zero_std": float((rewards == rewards[:, :1]).all(-1).double().mean()),
         "num_prompts": float(len(groups)),
         "num_tokens": float(lengths.sum()) + sum(len(group.prompt_ids) for group in groups),
         "completions/mean_length": float(lengths.mean()),
@@ -91,6 +85,12 @@ def completion_metrics(groups: list[RolloutGroup], rewards: Tensor) -> Metrics:
         "completions/max_length": float(lengths.max()),
         "completions/clipped_ratio": float((~ended).double().mean()),
     }
+    given = [group[mask].tolist() for group, mask in zip(rewards, scored, strict=True)]
+    if scored.any():
+        # exact, so that an offset common to all costs no digits
+        metrics["reward"] = statistics.mean(value for group in given for value in group)
+        metrics["reward_std"] = statistics.fmean(statistics.stdev(g) if len(g) > 1 else 0.0 for g in given if g)
+        metrics["frac_reward_zero_std"] = statistics.fmean(len(set(group)) == 1 for group in given if group)
     if ended.any():
         metrics["completions/mean_terminated_length"] = float(lengths[ended].mean())
     return metrics
