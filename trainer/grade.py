@@ -64,7 +64,9 @@ def _read(path: str) -> tuple[list[Row], list[str]]:
             raise ConfigError(f"FILE: {row.source}: completion={text!r}: give text")
         rows.append(dataclasses.replace(row, columns=columns))
         texts.append(text)
-    return rows, texts
+    # each row has every field, as a task's rows do
+    fields: dict[str, Any] = dict.fromkeys(name for row in rows for name in row.columns)
+    return [dataclasses.replace(row, columns=fields | row.columns) for row in rows], texts
 
 
 def _records(rows: Sequence[Row], scores: Scores) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from rollout import Rollout, RolloutEngine, RolloutError, SamplingParams
+from rollout import Rollout, RolloutEngine, RolloutError, RolloutGroup, SamplingParams
 from rollout.engine.handles import RolloutHandle
 from tiny_models import chain_model, eager_logprobs, greedy, random_model, random_prompts, shared_model, small_engine
 
@@ -39,6 +39,26 @@ def test_rollouts_come_as_they_end_and_are_those_of_a_call() -> None:
     assert [len(rollout.completion_ids) for _, rollout in streamed] == [2, 2, 5, 5, 9, 9]
     for place, group in enumerate(groups):
         assert sorted((r for p, r in streamed if p == place), key=lambda r: r.index) == group.rollouts
+
+
+def test_groups_are_told_of_as_they_end() -> None:
+    engine = small_engine(random_model("qwen3"))
+    prompts, limits = random_prompts([3, 5, 4]), [9, 2, 5]
+    told: list[tuple[int, RolloutGroup]] = []
+    sampling = [SamplingParams(max_new_tokens=limit, ignore_eos=True) for limit in limits]
+    groups = engine.generate_rollouts(
+        [*prompts, []], 2, [*sampling, sampling[0]], on_error="return", on_group=lambda *group: told.append(group)
+    )
+    # the shortest first; a prompt that cannot be run has no completions to tell of
+    assert [place for place, _ in told] == [1, 2, 0]
+    assert all(group == groups[place] for place, group in told)
+
+
+def test_an_error_in_who_is_told_gives_everything_back() -> None:
+    engine = small_engine(random_model("qwen3"))
+    with pytest.raises(ZeroDivisionError):
+        engine.generate_rollouts(random_prompts([3, 5]), 2, SamplingParams(), on_group=lambda place, group: 1 // 0)
+    assert _idle(engine)
 
 
 def test_bad_input_is_refused_at_the_call_and_not_at_the_first_rollout() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from caches import cache_with_kernels
@@ -32,11 +33,13 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     monkeypatch.setattr(sys, "path", sys.path[:])
     monkeypatch.setenv("COWROLL_CACHE", str(cache_with_kernels(tmp_path / "cache")))
 
-    def command(*arguments: str, rows: list[Any], held_out: list[Any] | None = None) -> tuple[int, str]:
+    def command(
+        *own: str, rows: list[Any], held_out: list[Any] | None = None, arguments: list[str] = SMALL
+    ) -> tuple[int, str]:
         for name, values in (("train.jsonl", rows), ("eval.jsonl", held_out or [])):
             Path(name).write_text("".join(json.dumps(value) + "\n" for value in values))
         split = "task.eval_rows=0" if held_out is None else "task.eval_path=eval.jsonl"
-        monkeypatch.setattr(sys, "argv", ["python -m trainer", *SMALL, *arguments, split])
+        monkeypatch.setattr(sys, "argv", ["python -m trainer", *arguments, *own, split])
         status: Any = 0
         try:
             main()
@@ -114,3 +117,80 @@ def test_child_that_comes_out_of_a_reward_trains_nothing(run: Command, tmp_path:
     status, _ = run(*CUSTOM, rows=[_row(i) for i in range(4)])
     assert status == 0
     assert [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()] == [1, 2]
+
+
+# -- several functions, and processes of their own ----------------------------------------------------------------
+
+PARTS = """
+import os, time
+def right(completions): return [1.0 for _ in completions]
+async def wrong(completions, trainer_state, log_metric, answer):
+    log_metric("where", trainer_state.global_step / trainer_state.max_steps)
+    return [0.0 for _ in completions]
+def hangs(completions, answer):
+    with open("pids", "a") as file:
+        file.write(f"{os.getpid()}\\n")
+    if answer[0] == 2:
+        time.sleep(1e6)
+    return [float(len(text)) for text in completions]
+"""
+
+
+def _lines(tmp_path: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_logged_reward_is_the_weighted_sum(run: Command, tmp_path: Path, workers: int) -> None:
+    (tmp_path / "judge.py").write_text(PARTS)
+    parts = "[{path: judge.py:right, weight: 0.7}, {path: judge.py:wrong, weight: 0.3}, {path: judge.py:right}]"
+    status, errors = run(
+        "reward=functions", f"reward.functions={parts}", f"reward.workers={workers}",
+        rows=[_row(i) for i in range(4)], held_out=[_row(9)],
+    )  # fmt: skip
+    assert (status, errors) == (0, "")
+    before, *steps = _lines(tmp_path)
+    assert (before["eval/reward"], before["eval/rewards/right/mean"], before["eval/rewards/wrong/mean"]) == (1.7, 1, 0)
+    for line in steps:
+        assert (line["reward"], line["reward_std"], line["rewards/right/mean"]) == (1.7, 0.0, 1.0)
+        assert (line["rewards/wrong/mean"], line["rewards/right_2/mean"], line["rewards/unscored"]) == (0.0, 1.0, 0.0)
+    assert [line["where"] for line in steps] == [0.0, 0.5]
+
+
+def test_a_row_that_hangs_ends_the_run_by_name(run: Command, tmp_path: Path) -> None:
+    (tmp_path / "judge.py").write_text(PARTS)
+    limits = ["reward.workers=2", "reward.timeout=1", "reward=custom", "reward.path=judge.py:hangs"]
+    status, errors = run(*limits, rows=[_row(i) for i in range(4)])
+    assert status == 1
+    assert "reward hangs took more than reward.timeout=1 s and was ended, for row train.jsonl:3 " in errors
+    _assert_ended(tmp_path)
+
+
+def test_a_row_that_hangs_is_scored_0_and_counted(run: Command, tmp_path: Path) -> None:
+    (tmp_path / "judge.py").write_text(PARTS)
+    limits = ["reward.workers=2", "reward.timeout=1", "reward=custom", "reward.path=judge.py:hangs"]
+    status, errors = run(*limits, "reward.on_timeout=0", "algorithm.group_size=2", rows=[_row(i) for i in range(4)])
+    assert (status, errors) == (0, "")
+    # each row once in two steps of two
+    assert sorted(line["rewards/hangs/failed"] for line in _lines(tmp_path)) == [0.0, 2.0]
+    _assert_ended(tmp_path)
+
+
+def _assert_ended(tmp_path: Path) -> None:
+    pids = {int(line) for line in (tmp_path / "pids").read_text().split()}
+    assert len(pids) >= 2
+    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+
+
+def test_a_reward_by_functions_is_compared_on_resume(run: Command, tmp_path: Path) -> None:
+    (tmp_path / "judge.py").write_text(PARTS)
+    rows = [_row(i) for i in range(4)]
+    several = ["reward=functions", "reward.functions=[numeric,judge.py:right]"]
+    keep = [argument for argument in SMALL if not argument.startswith(("checkpoint.", "steps="))]
+    assert run(*several, rows=rows, arguments=[*keep, "checkpoint.every=1", "steps=1"])[0] == 0
+    (tmp_path / "judge.py").write_text(PARTS + "# another\n")
+    again = [*keep, "checkpoint.every=1", "steps=2", "resume=auto"]
+    status, errors = run(*several, rows=rows, arguments=again)
+    assert status == 2
+    assert errors.startswith("error: reward.functions: the reward has changed since the run began")
+    assert run(*several, "reward.workers=1", rows=rows, arguments=[*again, "resume_changed=[reward]"])[0] == 0

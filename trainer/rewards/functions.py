@@ -15,7 +15,7 @@ from trainer.config import (
 )
 from trainer.data.tasks import RewardFunction, Task, check_answers
 from trainer.rewards.builtin import BUILTIN
-from trainer.rewards.loading import check_arguments, load_reward, reward_name, takes
+from trainer.rewards.loading import check_arguments, load_reward, needs, reward_name, takes
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,8 @@ class WeightedFunction:
     """Whether it takes completions as text where the prompt is a list of messages too, as our own functions do."""
     takes: frozenset[str] | None
     """Names of the arguments that it is given; None: all that there are."""
+    needs: frozenset[str]
+    """Those without a default, which are None where no row of a call has them."""
 
 
 def weighted(
@@ -43,7 +45,9 @@ def weighted(
     plain_text: bool = False,
 ) -> WeightedFunction:
     """A function that stands by itself. name: None: its own."""
-    return WeightedFunction(name or reward_name(function), function, weight, path, plain_text, takes(function))
+    return WeightedFunction(
+        name or reward_name(function), function, weight, path, plain_text, takes(function), needs(function)
+    )
 
 
 def make_functions(config: RewardConfig, task: Task) -> list[WeightedFunction]:

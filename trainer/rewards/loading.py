@@ -23,6 +23,7 @@ _LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "pla
 REWARD_MODULE = "cowroll_reward_"
 """What names of modules begin with that were made of reward files."""
 _OURS = str(Path(__file__).parents[1]) + os.sep
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 STATE, LOG_EXTRA, LOG_METRIC = "trainer_state", "log_extra", "log_metric"
 """What a function may take besides columns, by TRL's names."""
 
@@ -93,8 +94,14 @@ def takes(function: Callable[..., Any]) -> frozenset[str] | None:
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return None
-    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return frozenset(parameter.name for parameter in parameters if parameter.kind in by_name)
+    return frozenset(parameter.name for parameter in parameters if parameter.kind in _BY_NAME)
+
+
+def needs(function: Callable[..., Any]) -> frozenset[str]:
+    """Names of the arguments that it cannot be called without."""
+    parameters = inspect.signature(function).parameters.values()
+    required = [p for p in parameters if p.default is inspect.Parameter.empty]
+    return frozenset(parameter.name for parameter in required if parameter.kind in _BY_NAME)
 
 
 def check_arguments(

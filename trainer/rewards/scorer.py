@@ -202,6 +202,7 @@ def arguments(one: WeightedFunction, completions: Sequence[Completion], progress
     """
     given: dict[str, Any] = {"prompts": [], "completions": [], "completion_ids": [], "answer": []}
     names = dict.fromkeys(name for row, _ in completions for name in row.columns)
+    names |= dict.fromkeys(one.needs - given.keys() - {STATE, LOG_EXTRA, LOG_METRIC})
     given |= {name: [] for name in names}
     for row, rollout in completions:
         chat = not isinstance(row.prompt, str) and not one.plain_text
