@@ -28,11 +28,11 @@ from bench_report import (
 from rollout import RolloutEngine
 from trainer.config import ClippedConfig, OptimConfig, SamplingConfig, TrainerConfig
 from trainer.data.rows import Row
-from trainer.optimizer import MasterAdamW
 from trainer.rewards.functions import weighted
 from trainer.rewards.scorer import Scorer
 from trainer.step import Trainer
 from trainer.tracking.timing import PhaseTimer
+from trainer.weights.optimizer import MasterAdamW
 
 PHASES = ("rollout", "reward", "forward", "backward", "optimizer", "swap")
 KEY = "s_per_step"

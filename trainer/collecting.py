@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from rollout import RolloutEngine, RolloutError, RolloutGroup, SamplingParams

@@ -35,8 +35,8 @@ from rollout.model import (
     read_config,
     resolve_device,
 )
-from trainer.memory import build_ledger
-from trainer.optimizer import MasterAdamW, OptimizerBytes
+from trainer.weights.memory import build_ledger
+from trainer.weights.optimizer import MasterAdamW, OptimizerBytes
 
 USAGE = "python -m trainer.plan model=DIR [gpu=80GiB] [fraction=0.35] [context=8192] [prompt=2048] [n=16] ..."
 

@@ -30,8 +30,6 @@ from trainer.config.limits import check_device, check_limits
 from trainer.data.rendering import kept_prompts, render_rows, restore_prompts
 from trainer.data.rows import Row, RowStream
 from trainer.data.tasks import Task, make_task
-from trainer.memory import MemoryWatch, plan_memory, step_shape
-from trainer.optimizer import MasterAdamW
 from trainer.rewards.functions import check_functions, make_functions
 from trainer.rewards.scorer import Scorer
 from trainer.step import Trainer
@@ -42,7 +40,9 @@ from trainer.storage.writing import WriteError, writing
 from trainer.tracking.collapse import CollapseWatch
 from trainer.tracking.timing import PhaseTimer
 from trainer.tracking.tracking import MetricsFile, SafeTracker, make_tracker
-from trainer.warm_start import warm_started_tiny
+from trainer.weights.memory import MemoryWatch, plan_memory, step_shape
+from trainer.weights.optimizer import MasterAdamW
+from trainer.weights.warm_start import warm_started_tiny
 
 logger = logging.getLogger(__name__)
 

@@ -19,13 +19,13 @@ from trainer.algorithm.losses import LossFunction, PolicyLoss
 from trainer.collecting import Collected, Collector, RowSource
 from trainer.config import TrainerConfig, sampling_params
 from trainer.data.rows import MINIBATCH_PURPOSE, Row, permutation
-from trainer.optimizer import MasterAdamW, learning_rate
 from trainer.rewards.scorer import Scorer
 from trainer.rewards.scores import Scores
 from trainer.signals import interrupts
 from trainer.tracking.metrics import UpdateMetrics
 from trainer.tracking.timing import PhaseTimer
 from trainer.tracking.tracking import Metrics
+from trainer.weights.optimizer import MasterAdamW, learning_rate
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from rollout_kernels.logprobs import entropy, token_logprobs
 from rollout_kernels.shapes import ROW_MULTIPLE
 from tiny_models import numerics_of
 from trainer.config import OptimConfig
-from trainer.optimizer import MasterAdamW
+from trainer.weights.optimizer import MasterAdamW
 
 GROUPS = [(p, tiny_models.random_prompts((19, 2, 36), seed=1)) for p in tiny_models.random_prompts((1, 75, 5))]
 SAMPLINGS = [SamplingParams(), SamplingParams(temperature=0.7, top_k=20), SamplingParams(top_p=0.8)]

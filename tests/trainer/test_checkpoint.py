@@ -18,10 +18,10 @@ import tiny_models
 from rollout.manifest import find_damage
 from rollout.model.loading import load_model
 from trainer.config import ConfigError, OptimConfig
-from trainer.optimizer import MasterAdamW
 from trainer.storage import checkpoint
 from trainer.storage.checkpoint import TrainerState
 from trainer.storage.writing import WriteError
+from trainer.weights.optimizer import MasterAdamW
 
 KEYS = {"optim.lr": 0.1, "sampling.stop_token_ids": [1, 2]}
 

@@ -189,7 +189,7 @@ import tiny_models
 from rollout.manifest import find_damage
 from trainer.storage import checkpoint
 from trainer.config import OptimConfig
-from trainer.optimizer import MasterAdamW
+from trainer.weights.optimizer import MasterAdamW
 from trainer.storage.run_folder import RunFolder
 
 folder = Path(sys.argv[1])

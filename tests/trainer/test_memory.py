@@ -28,10 +28,11 @@ from trainer.__main__ import CONFIG_DIRECTORY, run_training
 from trainer.collecting import Collected
 from trainer.config import ConfigError, OptimConfig, TrainerConfig, parse_config
 from trainer.loop import train
-from trainer.memory import StepShape, build_ledger, step_shape
-from trainer.optimizer import MasterAdamW, OptimizerBytes
+from trainer.rewards.scores import Scores
 from trainer.run import Run, prepare
 from trainer.tracking.tracking import read_metrics
+from trainer.weights.memory import StepShape, build_ledger, step_shape
+from trainer.weights.optimizer import MasterAdamW, OptimizerBytes
 
 DTYPES = (torch.float32, torch.bfloat16)
 ROOT = Path(__file__).resolve().parents[2]
@@ -135,7 +136,8 @@ def test_an_update_takes_what_the_ledger_says(
     )
     rewards = torch.tensor([[1.0, -1.0, 0.5, -0.5]] * 4, dtype=torch.float64)
     problems = run.trainer.collector.rows.take(0, 4)
-    collected = Collected(problems, groups, rewards, torch.ones_like(rewards, dtype=torch.bool), {})
+    scores = Scores(rewards, torch.ones_like(rewards, dtype=torch.bool), {})
+    collected = Collected(problems, groups, scores, {})
     peak = tiny_models.allocated_peak(lambda: run.trainer.update(run.trainer.prepare(collected), 0))
     run.close()
     rows = rows_of(run)
@@ -182,7 +184,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Sets the size of the machine."""
 
     def resize(size: int) -> None:
-        for module in ("rollout.memory.device", "trainer.memory"):
+        for module in ("rollout.memory.device", "trainer.weights.memory"):
             monkeypatch.setattr(f"{module}.device_bytes", lambda device: size)
 
     return resize

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from trainer.config import OptimConfig
-from trainer.optimizer import MasterAdamW, learning_rate
+from trainer.weights.optimizer import MasterAdamW, learning_rate
 
 
 def _layer(dtype: torch.dtype, seed: int = 0) -> nn.Linear:

@@ -158,11 +158,13 @@ def test_by_default_the_run_ends_naming_function_and_row(judge: Path, text: str,
     ],
 )
 def test_what_does_no_harm_is_scored_and_leaves_nobody(judge: Path, text: str) -> None:
+    before = set(psutil.Process().children(recursive=True))  # multiprocessing's own, of other tests
     with _scorer(judge, timeout=30.0) as scorer:
         scores = scorer.collect(ROWS, _bad_third(text), PROGRESS)
         assert scores.totals[2].tolist() == [4.0, float(len(text))]
     _assert_nobody_is_left(judge.parent)
-    assert [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE] == []
+    left = set(psutil.Process().children(recursive=True)) - before
+    assert [p for p in left if p.status() != psutil.STATUS_ZOMBIE] == []
 
 
 @pytest.mark.parametrize(("policy", "value"), [("0", 0.0), ("-1.5", -1.5)])

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 import trainer.loop
 import trainer.run
 import trainer.tracking.tracking
-import trainer.warm_start
+import trainer.weights.warm_start
 from caches import cache_with_kernels
 from trainer.tracking.tracking import read_metrics
 
@@ -88,7 +88,7 @@ def _process(folder: Path, *arguments: str, path: str = "") -> "subprocess.Popen
 
 MOMENTS = {
     "loading the model": (trainer.run, "load_model", 1, []),
-    "warm start": (trainer.warm_start, "score_tokens", 2, []),
+    "warm start": (trainer.weights.warm_start, "score_tokens", 2, []),
     "evaluation before the first step": (trainer.loop, "evaluate", 1, []),
     "first step": (trainer.step.Trainer, "_forward", 1, []),
     "rollouts": (trainer.step.Trainer, "rollouts", 4, [3]),

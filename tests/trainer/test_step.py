@@ -10,10 +10,10 @@ from trainer.algorithm.batch import StepTotals, TrainingBatch
 from trainer.algorithm.losses import LossFunction, PolicyLoss
 from trainer.config import ClippedConfig, OptimConfig, SamplingConfig, TrainerConfig
 from trainer.data.rows import Row, RowStream
-from trainer.optimizer import MasterAdamW
 from trainer.rewards.functions import weighted
 from trainer.rewards.scorer import Scorer
 from trainer.step import Trainer
+from trainer.weights.optimizer import MasterAdamW
 
 
 def _trainer(*, advantages: AdvantageFunction | None = None, loss: LossFunction | None = None) -> Trainer:
@@ -67,7 +67,7 @@ def test_advantages_and_loss_of_ones_own_are_the_step_s() -> None:
     drawn = [rollout for group in result.groups for rollout in group.rollouts]
     ids, advantages = (torch.cat([getattr(b, name) for b in seen]) for name in ("rollout_ids", "advantages"))
     assert ids.tolist() == [i for i in range(6) for _ in range(5)]
-    assert torch.equal(advantages, (result.rewards - 7.0).float().flatten()[ids])
+    assert torch.equal(advantages, (result.scores.totals - 7.0).float().flatten()[ids])
     logprobs = torch.tensor([value for rollout in drawn for value in rollout.logprobs], dtype=torch.float64)
     assert abs(result.metrics["loss"] + float((advantages.double() * logprobs).sum()) / 30) < 1e-3
     trainer.optimizer.close()

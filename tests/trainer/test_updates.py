@@ -28,8 +28,10 @@ from trainer.algorithm.credit import token_advantages
 from trainer.algorithm.losses import PolicyLoss
 from trainer.config import ClippedConfig, OptimConfig, SamplingConfig, TrainerConfig
 from trainer.data.rows import Row, RowStream
-from trainer.optimizer import MasterAdamW
+from trainer.rewards.functions import weighted
+from trainer.rewards.scorer import Scorer
 from trainer.step import Trainer
+from trainer.weights.optimizer import MasterAdamW
 
 Seen = list[tuple[TokenScores, TrainingBatch, StepTotals, PolicyLoss]]
 
@@ -60,7 +62,7 @@ def make(
 
     rows = RowStream([Row("abc"[: 1 + i % 3] + str(i), i) for i in range(num_rows)], seed=0)
     optimizer = MasterAdamW(model.named_parameters(), config.optim)
-    return Trainer(config, engine, optimizer, rows, reward, loss=watched), seen
+    return Trainer(config, engine, optimizer, rows, Scorer([weighted(reward)]), loss=watched), seen
 
 
 # -- epochs and minibatches ---------------------------------------------------------------------------------------
@@ -149,7 +151,7 @@ def test_groups_of_equal_rewards_are_replaced_by_the_next_prompts() -> None:
     result = trainer.step(0)
     odd = [row for row in stream if row.answer % 2]
     assert [row.answer for row in result.rows] == [row.answer for row in odd[:4]]
-    assert not equal_groups(result.rewards, torch.ones_like(result.rewards, dtype=torch.bool)).any()
+    assert not equal_groups(result.scores.totals, result.scores.scored).any()
     taken = 4 + trainer.collector.num_refilled
     assert result.metrics["dropped_groups"] == taken - 4
     again = trainer.step(1)  # goes on behind the last prompt that was taken
@@ -168,6 +170,21 @@ def test_refills_are_bounded_and_a_step_without_anything_to_learn_moves_nothing(
     trainer.optimizer.close()
 
 
+def test_a_rollout_that_nothing_scored_is_in_no_mean_and_in_no_loss() -> None:
+    """The first of each group; TRL's convention is None."""
+    trainer, _ = make(
+        reward=lambda completion_ids: [None if i % 3 == 0 else float(ids[0]) for i, ids in enumerate(completion_ids)]
+    )
+    collected = trainer.collector.collect(0)
+    assert (~collected.scores.scored).sum() == 4
+    tokens = trainer.prepare(collected)
+    assert torch.equal(tokens.loss_mask, tokens.spread(collected.scores.scored))
+    expected = group_advantages(collected.scores.totals[:, 1:], torch.ones(4, 2, dtype=torch.bool))
+    spread = tokens.advantages.split(tokens.lengths.tolist())
+    assert [float(part[0]) for part in spread] == pytest.approx([v for a, b in expected.tolist() for v in (0.0, a, b)])
+    trainer.optimizer.close()
+
+
 @pytest.mark.parametrize("truncated", ["keep", "mask"])
 def test_what_the_length_limit_cut_is_masked_and_its_reward_counts(truncated: str) -> None:
     trainer, seen = make(sampling=SamplingConfig(max_new_tokens=3), truncated=truncated)
@@ -182,7 +199,7 @@ def test_what_the_length_limit_cut_is_masked_and_its_reward_counts(truncated: st
     tokens = trainer.prepare(replace(model_ends, groups=groups))
     kept = torch.tensor([reason == "stop" or truncated == "keep" for reason in reasons])
     assert torch.equal(tokens.loss_mask, kept.repeat_interleave(tokens.lengths))
-    expected = group_advantages(model_ends.rewards, model_ends.scored)
+    expected = group_advantages(model_ends.scores.totals, model_ends.scores.scored)
     assert torch.equal(tokens.advantages, tokens.spread(expected))
     assert not seen
     trainer.optimizer.close()

@@ -15,7 +15,7 @@ from rollout.model.builtin import warm_started_directory
 from rollout.model.loading import load_model
 from trainer.config import ArithmeticConfig, TinyModelConfig
 from trainer.data.tasks import arithmetic
-from trainer.warm_start import warm_started_tiny
+from trainer.weights.warm_start import warm_started_tiny
 
 MADE = "warm start: 1 steps of imitation on worked examples"
 
@@ -127,7 +127,7 @@ def test_interrupted_warm_start_leaves_nothing(cache: Path, monkeypatch: pytest.
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("trainer.warm_start.imitate", interrupted)
+    monkeypatch.setattr("trainer.weights.warm_start.imitate", interrupted)
     with pytest.raises(KeyboardInterrupt):
         _warm_start()
     assert list((cache / "warm_start").iterdir()) == []

@@ -31,8 +31,8 @@ from rollout.model import flush as _flush
 from rollout.model import flush_directory as _flush_directory
 from trainer.config import ConfigError
 from trainer.config.schema import options_with
-from trainer.optimizer import MasterAdamW, check_tensors
 from trainer.storage.writing import writing
+from trainer.weights.optimizer import MasterAdamW, check_tensors
 
 logger = logging.getLogger(__name__)
 

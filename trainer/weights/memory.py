@@ -27,7 +27,7 @@ from rollout.memory import (
 )
 from rollout.model import longest_sequence
 from trainer.config import ConfigError, TrainerConfig, sampling_params
-from trainer.optimizer import MasterAdamW, OptimizerBytes
+from trainer.weights.optimizer import MasterAdamW, OptimizerBytes
 
 _HEAP_HOLES = 0.3
 """What the C library's heap keeps beside a step's tensors, as a share of them: 15 to 40 % were seen after steps."""

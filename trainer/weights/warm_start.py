@@ -35,8 +35,8 @@ from rollout_kernels.ops import choose
 from trainer.config import OptimConfig, TaskConfig, TinyModelConfig
 from trainer.data.rows import STYLE_PURPOSE, WARM_START_PURPOSE, Row, RowStream, uniforms
 from trainer.data.tasks import Task
-from trainer.optimizer import MasterAdamW, learning_rate
 from trainer.storage.writing import WriteError, writing
+from trainer.weights.optimizer import MasterAdamW, learning_rate
 
 logger = logging.getLogger(__name__)
 
