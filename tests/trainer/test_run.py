@@ -66,7 +66,11 @@ def hf_overrides(folder: Path, model: PreTrainedModel, rows: Path) -> list[str]:
     """Overrides for a run on a saved model directory and a JSONL file, rewarded by how early the text has an 'a'."""
     directory = tiny_models.save_directory(folder / "model", model, tiny_models.byte_tokenizer())
     reward = folder / "reward.py"
-    reward.write_text("def early(completions):\n    return [float(-(text + 'a').index('a')) for text in completions]\n")
+    reward.write_text(
+        "def early(completions):\n"
+        "    texts = [c if isinstance(c, str) else c[0]['content'] for c in completions]\n"
+        "    return [float(-(text + 'a').index('a')) for text in texts]\n"
+    )
     return [
         "model=hf", f"model.path={directory}", "task=jsonl", f"task.path={rows}",
         "task.eval_rows=0", "reward=custom", f"reward.path={reward}:early", "sampling.max_new_tokens=8",
@@ -215,7 +219,7 @@ def test_a_bad_reward_names_itself_and_the_engine_stays_usable(tmp_path: Path) -
     reward = tmp_path / "bad.py"
     reward.write_text("def bad(completions):\n    return [0.0]\n")
     run = prepare(configure(tmp_path / "run", "reward=custom", f"reward.path={reward}:bad", "eval.every=0"))
-    with pytest.raises(RolloutError, match="bad returned 1 values for 16 completions"):
+    with pytest.raises(RolloutError, match=r"bad returned 1 values for 4 completions, for row "):
         train(run)
     stats = run.engine.stats()
     assert stats.num_free_blocks == stats.num_blocks
