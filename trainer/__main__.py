@@ -6,7 +6,7 @@ its number (130 interrupt, 143 termination). What takes time to import is import
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,7 +39,7 @@ def run_training(raw: "DictConfig") -> None:
     try:
         config = parse_config(raw)
     except ConfigError as error:
-        raise _refused(error) from error
+        raise refused(error) from error
     run, status = None, 1
     try:
         with interrupts.raised(), _exits_are_crashes():
@@ -49,7 +49,7 @@ def run_training(raw: "DictConfig") -> None:
     except (ConfigError, RolloutError) as error:
         if run is not None:
             raise
-        raise _refused(error) from error
+        raise refused(error) from error
     except KeyboardInterrupt as stop:
         status = stop.status if isinstance(stop, Interrupted) else 130
         with suppress(OSError):  # a signal to the group may have ended who reads it
@@ -72,7 +72,8 @@ def _exits_are_crashes() -> Iterator[None]:
         raise RuntimeError(f"exit({stop.code!r}) was called in the middle of the run") from stop
 
 
-def _refused(error: Exception) -> SystemExit:
+def refused(error: Exception) -> SystemExit:
+    """Says on standard error what is wrong; to be raised."""
     print(f"error: {error}", file=sys.stderr)
     return SystemExit(2)
 
@@ -91,36 +92,41 @@ def _again(config: "TrainerConfig", run: "Run | None") -> str:
     return command_line(arguments, name=config.name, run_dir=str(run_dir), resume=resume)
 
 
+def compose(work: Callable[["DictConfig"], None]) -> None:
+    """Call `work` with the configuration that the command line asks for; SystemExit(2) if it cannot be composed."""
+    import hydra
+
+    from trainer.config import ConfigError
+    from trainer.config.names import as_typed
+
+    composed = False
+
+    @hydra.main(version_base="1.3", config_path=str(CONFIG_DIRECTORY), config_name="config")
+    def entry(raw: "DictConfig") -> None:
+        nonlocal composed
+        composed = True
+        work(raw)
+
+    try:
+        sys.argv[1:] = as_typed(sys.argv[1:])
+        entry()
+    except ConfigError as error:
+        raise refused(error) from error
+    except SystemExit as stop:
+        # Hydra ends with 1 when it cannot compose; here that is a mistake in the configuration
+        if stop.code == 1 and not composed:
+            print(
+                "hint: quote values with special characters for Hydra and for the shell, as in"
+                " 'task.path=\"a=b,c.jsonl\"'",
+                file=sys.stderr,
+            )
+            raise SystemExit(2) from stop
+        raise
+
+
 def main() -> None:
     with interrupts.handled():
-        import hydra
-
-        from trainer.config import ConfigError
-        from trainer.config.names import as_typed
-
-        composed = False
-
-        @hydra.main(version_base="1.3", config_path=str(CONFIG_DIRECTORY), config_name="config")
-        def entry(raw: "DictConfig") -> None:
-            nonlocal composed
-            composed = True
-            run_training(raw)
-
-        try:
-            sys.argv[1:] = as_typed(sys.argv[1:])
-            entry()
-        except ConfigError as error:
-            raise _refused(error) from error
-        except SystemExit as stop:
-            # Hydra ends with 1 when it cannot compose; here that is a mistake in the configuration
-            if stop.code == 1 and not composed:
-                print(
-                    "hint: quote values with special characters for Hydra and for the shell, as in"
-                    " 'task.path=\"a=b,c.jsonl\"'",
-                    file=sys.stderr,
-                )
-                raise SystemExit(2) from stop
-            raise
+        compose(run_training)
 
 
 if __name__ == "__main__":

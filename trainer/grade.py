@@ -16,10 +16,12 @@ from hydra.errors import HydraException
 
 from rollout import Rollout, RolloutError, RolloutGroup
 from trainer.__main__ import CONFIG_DIRECTORY
-from trainer.config import ConfigError, RewardConfig, parse_config
+from trainer.config import ConfigError, DatasetConfig, RewardConfig, TaskConfig, parse_config
 from trainer.config.names import as_typed
 from trainer.config.reward_options import POLICIES
-from trainer.data.rows import Row, read_jsonl
+from trainer.data.columns import rows_of
+from trainer.data.files import Source, read_records
+from trainer.data.rows import Row
 from trainer.data.tasks import Task, exact_match, make_task
 from trainer.rewards.calling import TrainingProgress
 from trainer.rewards.functions import check_functions, make_functions
@@ -38,7 +40,7 @@ def grade(path: str, overrides: Sequence[str]) -> tuple[list[Row], list[str], Sc
             config = parse_config(compose("config", as_typed(overrides)))
     except HydraException as error:
         raise ConfigError(str(error).splitlines()[0]) from error
-    rows, texts = _read(path)
+    rows, texts = _read(path, config.task)
     functions = make_functions(config.reward, make_task(config.task, config.seed))
     for one in functions:
         if one.takes is not None and "completion_ids" in one.takes:
@@ -55,18 +57,18 @@ def _shown(config: RewardConfig) -> RewardConfig:
     return dataclasses.replace(config, **changed)
 
 
-def _read(path: str) -> tuple[list[Row], list[str]]:
+def _read(path: str, task: TaskConfig) -> tuple[list[Row], list[str]]:
+    """Rows of a file that a task could read, with the task's names of columns, and their completions."""
+    names = task if isinstance(task, DatasetConfig) else DatasetConfig()
     rows, texts = [], []
-    for row in read_jsonl(path, "FILE"):
+    for row in rows_of(read_records(Source("FILE", path)), names, "FILE"):
         columns = dict(row.columns)
         text = columns.pop("completion", None)
         if not isinstance(text, str):
             raise ConfigError(f"FILE: {row.source}: completion={text!r}: give text")
         rows.append(dataclasses.replace(row, columns=columns))
         texts.append(text)
-    # each row has every field, as a task's rows do
-    fields: dict[str, Any] = dict.fromkeys(name for row in rows for name in row.columns)
-    return [dataclasses.replace(row, columns=fields | row.columns) for row in rows], texts
+    return rows, texts
 
 
 def _records(rows: Sequence[Row], scores: Scores) -> list[dict[str, Any]]:

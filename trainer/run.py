@@ -27,7 +27,7 @@ from rollout.model import (
 from rollout_kernels.ops import choose
 from trainer.config import ConfigError, HFModelConfig, TinyModelConfig, TrainerConfig, trajectory_keys
 from trainer.config.limits import check_device, check_limits
-from trainer.data.rendering import kept_prompts, render_rows, restore_prompts
+from trainer.data.rendering import kept_prompts, render_rows, restore_prompts, without_long_prompts
 from trainer.data.rows import Row, RowStream
 from trainer.data.tasks import Task, make_task
 from trainer.rewards.functions import check_functions, make_functions
@@ -131,7 +131,7 @@ def _prepare(config: TrainerConfig, folder: RunFolder) -> Run:
     found, state = _check_resume(config, folder.path)
     timer = PhaseTimer()
     with timer.phase("load"):
-        inputs = _read_inputs(config, found, state)
+        inputs = read_inputs(config, found, state)
         check_limits(config, inputs.described, device, inputs.lengths["train"], inputs.lengths["eval"])
         directory = _model_directory(config, inputs.task, timer)
         module = load_model(directory, config.rollout.dtype, device)
@@ -155,7 +155,7 @@ def _prepare(config: TrainerConfig, folder: RunFolder) -> Run:
         folder=folder,
         task=inputs.task,
         contents=inputs.contents,
-        prompts=kept_prompts(inputs.task),
+        prompts=inputs.prompts,
         tokenizer=inputs.tokenizer,
         trainer=trainer,
         start_step=start,
@@ -175,6 +175,7 @@ class Inputs:
     described: PretrainedConfig
     tokenizer: PreTrainedTokenizerBase
     contents: dict[str, str]
+    prompts: dict[str, Tensor]
 
     @property
     def lengths(self) -> dict[str, list[int]]:
@@ -182,7 +183,9 @@ class Inputs:
         return {"train": _lengths(self.task.train_rows), "eval": _lengths(self.task.eval_rows)}
 
 
-def _read_inputs(config: TrainerConfig, found: Path | None, state: checkpoint.TrainerState | None) -> Inputs:
+def read_inputs(
+    config: TrainerConfig, found: Path | None = None, state: checkpoint.TrainerState | None = None
+) -> Inputs:
     """Cheap things first, so that what is wrong is said at once; on a resume all must be what it was."""
     began = None if state is None else state.contents
     task = make_task(config.task, config.seed)
@@ -195,7 +198,9 @@ def _read_inputs(config: TrainerConfig, found: Path | None, state: checkpoint.Tr
     in_directory = _directory_contents(config, tokenizer)
     changed |= check_contents(config, began, in_directory)
     task = _rendered(task, tokenizer, described.vocab_size, found, changed)
-    return Inputs(task, scorer, described, tokenizer, contents | in_directory)
+    # those of rows that are too long are kept, too: a run that goes on reads the same rows again
+    prompts = kept_prompts(task)
+    return Inputs(without_long_prompts(task), scorer, described, tokenizer, contents | in_directory, prompts)
 
 
 def _restore(
@@ -271,8 +276,8 @@ def _rendered(
     kept = checkpoint.read_tensors(file) if file is not None and file.is_file() else None
 
     def rows(given: list[Row], kind: str, name: str) -> list[Row]:
-        if kept is None or changed & {name, "tokenizer", "chat template"}:
-            return render_rows(given, tokenizer, vocab_size, kind, task.chat_template_kwargs)
+        if kept is None or changed & {name, "text around prompts", "tokenizer", "chat template"}:
+            return render_rows(given, tokenizer, vocab_size, kind, task.prompts)
         return restore_prompts(given, kept, kind)
 
     return replace(

@@ -27,7 +27,7 @@ class ChatPrompt:
     """Chat messages, and what their template takes beside them.
 
     The ids are those of tokenizer.apply_chat_template(messages, tools=tools, **template_kwargs). A last message of the
-    assistant is continued; behind any other the assistant's turn is begun.
+    assistant is continued; behind any other the assistant's turn is begun, and goes on with `prefill`.
     """
 
     messages: Sequence[Message]
@@ -35,6 +35,8 @@ class ChatPrompt:
     """JSON schemas of functions, or functions that transformers can make them of."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of the template, such as enable_thinking. One that it does not read is refused."""
+    prefill: str = ""
+    """Text behind what the template begins the assistant's turn with, encoded together with it."""
 
 
 def encode_chat(prompt: ChatPrompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -45,6 +47,9 @@ def encode_chat(prompt: ChatPrompt, tokenizer: PreTrainedTokenizerBase) -> list[
         raise RolloutError(f"messages={short(prompt.messages)}: give a list of messages with role and content")
     messages = [_checked(message, f"message {place}") for place, message in enumerate(prompt.messages)]
     continues = messages[-1]["role"] == "assistant"
+    if continues and prompt.prefill:
+        raise RolloutError("the prompt has a prefill, and its last message is the assistant's: join the two")
+    check_characters(prompt.prefill)
     if continues and messages[-1].get("tool_calls"):
         raise RolloutError(
             f"message {len(messages) - 1} calls tools, so there is nothing to go on with: add the tools' answers"
@@ -55,6 +60,9 @@ def encode_chat(prompt: ChatPrompt, tokenizer: PreTrainedTokenizerBase) -> list[
         ids: list[int] = tokenizer.apply_chat_template(
             messages, tokenize=True, add_generation_prompt=not continues, continue_final_message=continues, **given
         )
+        if prompt.prefill:
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **given)
+            ids = tokenizer(text + prompt.prefill, add_special_tokens=False)["input_ids"]
     except RolloutError:
         raise
     except _TEMPLATE_ERRORS as error:

@@ -7,10 +7,12 @@ import pytest
 from rollout import ChatPrompt, RolloutError
 from rollout.engine.prompts import Prompt, encode_prompt
 from tiny_models import (
+    BOS_CHAT_TEMPLATE,
     CHAT_TEMPLATE,
     TEXT_VOCAB,
     TOOL_CHAT_TEMPLATE,
     byte_tokenizer,
+    framed,
     greedy,
     random_model,
     small_engine,
@@ -142,6 +144,35 @@ def test_a_chat_prompt_needs_a_template_and_a_tokenizer() -> None:
         encode_prompt(ChatPrompt([HELLO]), byte_tokenizer(chat_template=None), TEXT_VOCAB)
     with pytest.raises(RolloutError, match="needs a tokenizer"):
         encode_prompt(ChatPrompt([HELLO]), None, TEXT_VOCAB)
+
+
+@pytest.mark.parametrize("prefill", ["<think>", " 4", "é\n", "<eos>"])
+@pytest.mark.parametrize("arguments", [{}, {"enable_thinking": False}])
+def test_a_prefill_goes_on_with_what_the_template_begins(prefill: str, arguments: dict[str, Any]) -> None:
+    """One text, so that tokens may lie across the border, and a special token's text is that token."""
+    tokenizer = byte_tokenizer(chat_template=TOOL_CHAT_TEMPLATE)
+    ids = encode_prompt(ChatPrompt([HELLO], TOOLS, arguments, prefill), tokenizer, TEXT_VOCAB)
+    text = tokenizer.apply_chat_template([HELLO], tools=TOOLS, tokenize=False, add_generation_prompt=True, **arguments)
+    assert ids == tokenizer(text + prefill, add_special_tokens=False)["input_ids"]
+    assert ids[: len(encode(ChatPrompt([HELLO], TOOLS, arguments)))] == encode(ChatPrompt([HELLO], TOOLS, arguments))
+
+
+def test_a_prefill_is_neither_cut_nor_framed() -> None:
+    """By settings that a tokenizer's file may have, or by its post-processor."""
+    plain = byte_tokenizer(chat_template=BOS_CHAT_TEMPLATE)
+    expected = encode_prompt(ChatPrompt([HELLO], prefill="Yes"), plain, TEXT_VOCAB)
+    other = framed(byte_tokenizer(chat_template=BOS_CHAT_TEMPLATE), "<bos> $A <eos>")
+    other.backend_tokenizer.enable_truncation(4)
+    other.backend_tokenizer.enable_padding(length=99)
+    assert encode_prompt(ChatPrompt([HELLO], prefill="Yes"), other, TEXT_VOCAB) == expected
+    assert plain.decode(expected) == "<bos><user>Hi!\nA:Yes"
+
+
+def test_a_prefill_that_would_be_lost_is_refused() -> None:
+    with pytest.raises(RolloutError, match="has a prefill, and its last message is the assistant's"):
+        encode(ChatPrompt([HELLO, {"role": "assistant", "content": "a"}], prefill="b"))
+    with pytest.raises(RolloutError, match="half a surrogate pair"):
+        encode(ChatPrompt([HELLO], prefill="\ud800"))
 
 
 # -- messages -----------------------------------------------------------------------------------------------------

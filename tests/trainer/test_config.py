@@ -21,16 +21,24 @@ _OTHERS = (CONF, *(CONF / name for name in ("experiment", "experiment_model", "p
 OPTION_FILES = [path for path in FILES if path.parent not in _OTHERS]
 NEEDED = {
     "model=hf": "model.path=DIR",
-    "task=jsonl": "task.path=FILE",
     "reward=custom": "reward.path=module:function",
     "reward=regex": "reward.pattern=a",
     "reward=functions": "reward.functions=[numeric]",
+    "task=reasoning_gym": "task.name=chain_sum",
 }
+NEEDED |= {f"task={name}": "task.path=FILE" for name in ("dataset", "gsm8k", "jsonl")}
 """What an option of a group may need beside itself."""
 
 
 def _name(path: Path) -> str:
     return f"{path.parent.name}={path.stem}"
+
+
+def _values(path: Path) -> dict[str, Any]:
+    """What an option's file sets, on top of the option that it begins with."""
+    own = yaml.safe_load(path.read_text())
+    below = [name for name in own.pop("defaults", []) if name != "_self_"]
+    return {name: value for base in below for name, value in _values(path.with_stem(base)).items()} | own
 
 
 def _parse(*overrides: str) -> TrainerConfig:
@@ -216,7 +224,10 @@ def test_every_value_is_explained_on_the_line_above(path: Path) -> None:
         ("rollout.memory_fraction=nan", "rollout.memory_fraction=nan: "),
         ("rollout.max_num_seqs=4096", "rollout.max_num_batched_tokens=2048: must be at least max_num_seqs (4096)"),
         ("model=hf", "model.path: model=hf needs a directory, as in model.path=DIR"),
-        ("task=jsonl", "task.path: task=jsonl needs a file, as in task.path=FILE"),
+        ("task=jsonl", "task.path: task=jsonl needs a file, a directory or a dataset of the hub, as in task.path=FILE"),
+        ("task=gsm8k", "task.path: task=gsm8k needs a file"),
+        ("task=reasoning_gym", "task.name: task=reasoning_gym needs a dataset of that library, or a list"),
+        ("+task.max_prompt_tokens=0", "task.max_prompt_tokens=0: is for task=dataset, and task is arithmetic"),
         ("reward=custom", "reward.path: reward=custom needs package.module:function or FILE.py:function"),
     ],
 )
@@ -306,7 +317,7 @@ def test_number_of_steps_counts_only_if_the_schedule_depends_on_it(schedule: str
     [
         (["model.path=a"], "model=hf"),
         (["model={path:a,gradient_checkpointing:true}"], "model=hf"),
-        (["+task.eval_path=a"], "task=jsonl"),
+        (["+task.eval_path=a"], "task=dataset"),
         (["reward=numeric", "reward.path=a:b"], "reward=custom"),
         (["tracking=none", "tracking.mode=online"], "tracking=wandb"),
         (["model=hf", "model.path=a", "model.warm_start_steps=3"], "model=tiny"),

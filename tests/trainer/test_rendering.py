@@ -11,6 +11,7 @@ from rollout import ChatPrompt
 from rollout.engine.prompts import encode_prompt
 from tiny_models import TEXT_VOCAB, TOOL_CHAT_TEMPLATE, byte_tokenizer
 from trainer.config import ConfigError
+from trainer.data.prompts import PromptSettings
 from trainer.data.rendering import kept_prompts, prompt_of, render_rows, restore_prompts
 from trainer.data.rows import Row
 from trainer.data.tasks import Task, exact_match
@@ -46,6 +47,7 @@ def test_row_that_cannot_be_rendered_is_named(prompt: object) -> None:
         render_rows([TRAIN[0], Row(prompt, "", source="b.jsonl:2")], TOKENIZER, TEXT_VOCAB, "eval")  # type: ignore[arg-type]
 
 
+PLAIN = PromptSettings()
 HELLO = [{"role": "user", "content": "Hi!"}]
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
 
@@ -57,7 +59,8 @@ def test_a_rows_fields_reach_its_template(own: dict[str, Any], shared: dict[str,
     """The row's own arguments come before those of all rows."""
     tokenizer = byte_tokenizer(chat_template=TOOL_CHAT_TEMPLATE)
     columns = {"chat_template_kwargs": own or None, "tools": tools}
-    ids = encode_prompt(prompt_of(Row(HELLO, 1, columns), shared), tokenizer, TEXT_VOCAB)
+    settings = PromptSettings(template_kwargs=shared)
+    ids = encode_prompt(prompt_of(Row(HELLO, 1, columns), settings), tokenizer, TEXT_VOCAB)
     expected = tokenizer.apply_chat_template(
         HELLO, tools=tools, tokenize=True, add_generation_prompt=True, return_dict=False, **(shared | own)
     )
@@ -65,9 +68,9 @@ def test_a_rows_fields_reach_its_template(own: dict[str, Any], shared: dict[str,
 
 
 def test_a_row_without_such_fields_is_its_prompt() -> None:
-    assert prompt_of(Row("Hi!", 1, {"level": 3})) == "Hi!"
-    assert prompt_of(Row(HELLO, 1)) == ChatPrompt(HELLO)
-    assert prompt_of(Row("Hi!", 1, {"tools": None, "chat_template_kwargs": {}})) == "Hi!"
+    assert prompt_of(Row("Hi!", 1, {"level": 3}), PLAIN) == "Hi!"
+    assert prompt_of(Row(HELLO, 1), PLAIN) == ChatPrompt(HELLO)
+    assert prompt_of(Row("Hi!", 1, {"tools": None, "chat_template_kwargs": {}}), PLAIN) == "Hi!"
 
 
 @pytest.mark.parametrize(
@@ -85,4 +88,4 @@ def test_a_row_without_such_fields_is_its_prompt() -> None:
 )
 def test_fields_that_would_be_dropped_are_named(row: Row, shared: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        prompt_of(row, shared)
+        prompt_of(row, PromptSettings(template_kwargs=shared))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from trainer.config import ArithmeticConfig, ConfigError, JsonlConfig
+from trainer.config import ArithmeticConfig, ConfigError, DatasetConfig
 from trainer.data.rows import Row
 from trainer.data.tasks import Task, _prompt_key, exact_match, final_answer, make_task, numeric
 
@@ -184,7 +184,7 @@ def _write(path: Path, count: int) -> str:
 
 def test_held_out_rows_of_a_file_are_taken_out_of_it(tmp_path: Path) -> None:
     path = _write(tmp_path / "rows.jsonl", 40)
-    tasks = [make_task(JsonlConfig(path=path, eval_rows=15), seed) for seed in (0, 0, 1)]
+    tasks = [make_task(DatasetConfig(kind="jsonl", path=path, eval_rows=15), seed) for seed in (0, 0, 1)]
     for task in tasks:
         train, held_out = ([row.answer for row in rows] for rows in (task.train_rows, task.eval_rows))
         assert sorted(train + held_out) == list(range(40))
@@ -197,14 +197,14 @@ def test_held_out_rows_of_a_file_are_taken_out_of_it(tmp_path: Path) -> None:
 
 def test_held_out_file_of_its_own(tmp_path: Path) -> None:
     path, eval_path = _write(tmp_path / "rows.jsonl", 4), _write(tmp_path / "eval.jsonl", 2)
-    task = make_task(JsonlConfig(path=path, eval_path=eval_path, eval_rows=100), 0)
+    task = make_task(DatasetConfig(kind="jsonl", path=path, eval_path=eval_path, eval_rows=100), 0)
     assert ([row.answer for row in task.train_rows], [row.answer for row in task.eval_rows]) == ([0, 1, 2, 3], [0, 1])
     assert task.worked_example is None
     assert task.reward(completions=["1"], answer=[1]) == [1.0]
 
 
 def test_nothing_held_out(tmp_path: Path) -> None:
-    task = make_task(JsonlConfig(path=_write(tmp_path / "rows.jsonl", 3), eval_rows=0), 0)
+    task = make_task(DatasetConfig(kind="jsonl", path=_write(tmp_path / "rows.jsonl", 3), eval_rows=0), 0)
     assert ([row.answer for row in task.train_rows], task.eval_rows) == ([0, 1, 2], [])
 
 
@@ -212,7 +212,7 @@ def test_nothing_held_out(tmp_path: Path) -> None:
 def test_holding_out_all_rows_of_a_file_is_refused(tmp_path: Path, eval_rows: int) -> None:
     path = _write(tmp_path / "rows.jsonl", 5)
     with pytest.raises(ConfigError, match=rf"^task\.eval_rows={eval_rows}: .*rows\.jsonl has 5 rows"):
-        make_task(JsonlConfig(path=path, eval_rows=eval_rows), 0)
+        make_task(DatasetConfig(kind="jsonl", path=path, eval_rows=eval_rows), 0)
 
 
 @pytest.mark.parametrize("eval_rows", [4095, 5000])
@@ -257,7 +257,7 @@ FILES = {
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(("prompts", "count"), FILES.values(), ids=FILES.keys())
 def test_equal_prompts_go_to_one_side(tmp_path: Path, prompts: list[Any], count: int, seed: int) -> None:
-    config = JsonlConfig(path=_twins(tmp_path / "rows.jsonl", prompts), eval_rows=count)
+    config = DatasetConfig(kind="jsonl", path=_twins(tmp_path / "rows.jsonl", prompts), eval_rows=count)
     task = make_task(config, seed)
     assert not _prompts(task.train_rows) & _prompts(task.eval_rows)
     assert sorted(row.answer for row in task.train_rows + task.eval_rows) == list(range(len(prompts)))
@@ -267,7 +267,7 @@ def test_equal_prompts_go_to_one_side(tmp_path: Path, prompts: list[Any], count:
 
 def test_fewer_are_held_out_where_twins_would_be_parted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = _twins(tmp_path / "rows.jsonl", [f"p{i % 10}" for i in range(20)])
-    task = make_task(JsonlConfig(path=path, eval_rows=7), 0)
+    task = make_task(DatasetConfig(kind="jsonl", path=path, eval_rows=7), 0)
     assert len(task.eval_rows) == 6
     assert "task.eval_rows=7: rows with equal prompts stay together" in caplog.text
     assert "6 are held out" in caplog.text
@@ -276,7 +276,7 @@ def test_fewer_are_held_out_where_twins_would_be_parted(tmp_path: Path, caplog: 
 def test_one_prompt_cannot_be_held_out_from_itself(tmp_path: Path) -> None:
     path = _twins(tmp_path / "rows.jsonl", ["p"] * 5)
     with pytest.raises(ConfigError, match=r"^task\.eval_rows=2: .* no prompt in fewer than 5 rows"):
-        make_task(JsonlConfig(path=path, eval_rows=2), 0)
+        make_task(DatasetConfig(kind="jsonl", path=path, eval_rows=2), 0)
 
 
 def test_held_out_file_with_prompts_that_are_trained_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -284,11 +284,11 @@ def test_held_out_file_with_prompts_that_are_trained_on(tmp_path: Path, caplog: 
         _twins(tmp_path / "t.jsonl", ["a", "b", CHAT]),
         _twins(tmp_path / "e.jsonl", ["c", "b", "d", CHAT_TURNED]),
     )
-    make_task(JsonlConfig(path=path, eval_path=other), 0)
+    make_task(DatasetConfig(kind="jsonl", path=path, eval_path=other), 0)
     expected = f"task.eval_path: 2 of 4 held-out rows have prompts that are trained on too, such as {other}:2 ('b')"
     assert caplog.messages == [expected]
     caplog.clear()
-    make_task(JsonlConfig(path=path, eval_path=_twins(tmp_path / "e.jsonl", ["c", "a "])), 0)
+    make_task(DatasetConfig(kind="jsonl", path=path, eval_path=_twins(tmp_path / "e.jsonl", ["c", "a "])), 0)
     assert caplog.messages == []
 
 
@@ -307,11 +307,12 @@ def test_every_row_has_the_fields_of_its_file(tmp_path: Path) -> None:
     ]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    rows = make_task(JsonlConfig(path=str(path), eval_rows=0), 0).train_rows
+    rows = make_task(DatasetConfig(kind="jsonl", path=str(path), eval_rows=0), 0).train_rows
     assert [row.columns for row in rows] == [
         {"level": 3, "unit": None},
         {"level": None, "unit": "m"},
         {"level": None, "unit": None},
     ]
-    held_out = [make_task(JsonlConfig(path=str(path), eval_rows=1), seed).eval_rows[0] for seed in range(5)]
+    one = DatasetConfig(kind="jsonl", path=str(path), eval_rows=1)
+    held_out = [make_task(one, seed).eval_rows[0] for seed in range(5)]
     assert all(row.columns.keys() == {"level", "unit"} for row in held_out)

@@ -16,7 +16,13 @@ from trainer.config.reward_options import (
 from trainer.config.schema import OptimConfig, SamplingConfig, TrainerConfig
 from trainer.config.setting import ConfigError
 from trainer.config.stop_options import StopConfig
-from trainer.config.task_options import ArithmeticConfig, JsonlConfig, TaskConfig
+from trainer.config.task_options import (
+    ArithmeticConfig,
+    DatasetConfig,
+    PromptedTaskConfig,
+    ReasoningGymConfig,
+    TaskConfig,
+)
 from trainer.config.tracking_options import TrackingConfig, WandbConfig
 
 __all__ = [
@@ -26,13 +32,15 @@ __all__ = [
     "ClippedConfig",
     "ConfigError",
     "CustomRewardConfig",
+    "DatasetConfig",
     "FunctionEntry",
     "FunctionsRewardConfig",
     "HFModelConfig",
-    "JsonlConfig",
     "MathRewardConfig",
     "ModelConfig",
     "OptimConfig",
+    "PromptedTaskConfig",
+    "ReasoningGymConfig",
     "RegexRewardConfig",
     "RewardConfig",
     "SamplingConfig",

@@ -23,7 +23,7 @@ from trainer.config.reward_options import (
 )
 from trainer.config.setting import setting
 from trainer.config.stop_options import StopConfig
-from trainer.config.task_options import ArithmeticConfig, JsonlConfig, TaskConfig
+from trainer.config.task_options import ArithmeticConfig, DatasetConfig, ReasoningGymConfig, TaskConfig
 from trainer.config.tracking_options import TrackingConfig, WandbConfig
 
 
@@ -85,7 +85,13 @@ class TrainerConfig:
 
 OPTIONS: dict[str, dict[str, type]] = {
     "model": {"tiny": TinyModelConfig, "hf": HFModelConfig},
-    "task": {"arithmetic": ArithmeticConfig, "jsonl": JsonlConfig},
+    "task": {
+        "arithmetic": ArithmeticConfig,
+        "dataset": DatasetConfig,
+        "gsm8k": DatasetConfig,
+        "jsonl": DatasetConfig,
+        "reasoning_gym": ReasoningGymConfig,
+    },
     "reward": {
         "task": RewardConfig,
         "exact_match": RewardConfig,

@@ -6,8 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from trainer.config import ArithmeticConfig, ConfigError, JsonlConfig, TaskConfig
-from trainer.data.rows import SPLIT_PURPOSE, Row, permutation, read_jsonl
+from trainer.config import ArithmeticConfig, ConfigError, DatasetConfig, ReasoningGymConfig, TaskConfig
+from trainer.data.arrow import without_nulls
+from trainer.data.columns import rows_of
+from trainer.data.files import Source, read_records
+from trainer.data.procedural import make_problems, worked_example
+from trainer.data.prompts import PromptSettings, prompt_settings
+from trainer.data.rows import SPLIT_PURPOSE, Row, permutation
 from trainer.rewards.numerals import equal, last_number, single_number
 
 logger = logging.getLogger(__name__)
@@ -26,8 +31,8 @@ class Task:
     reward: RewardFunction
     worked_example: Callable[[Row, float], str] | None = None
     """(row, a uniform number) -> a completion to imitate in a warm start; None: the task has none."""
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Arguments of the tokenizer's chat template, for all rows."""
+    prompts: PromptSettings = field(default_factory=PromptSettings)
+    """What goes with the prompts of all rows."""
 
 
 def exact_match(completions: list[str], answer: list[Any], **_: Any) -> list[float]:
@@ -82,27 +87,29 @@ def arithmetic(config: ArithmeticConfig, seed: int) -> Task:
     return Task("arithmetic", [row(*p) for p in train], [row(*p) for p in held_out], final_answer, worked_example)
 
 
-def jsonl(config: JsonlConfig, seed: int) -> Task:
-    """Rows from task.path; held-out ones from task.eval_path, else eval_rows of them, drawn at random.
+def dataset(config: DatasetConfig, seed: int) -> Task:
+    """Rows from task.path; held-out ones from task.eval_path or task.eval_split, else eval_rows of them, at random.
 
-    Every row has every field of its file's rows, None where it was left out. Rows with equal prompts are all held out
+    Every row has every column of its file's rows, None where it was left out. Rows with equal prompts are all held out
     or all trained on.
     """
-    rows = _with_all_fields(read_jsonl(config.path, "task.path"))
-    if config.eval_path is not None:
-        held_out = _with_all_fields(read_jsonl(config.eval_path, "task.eval_path"))
+    reward = numeric if config.kind == "gsm8k" else exact_match
+    rows = _read_rows(config, "task.path", config.path, config.split, config.subset)
+    if config.eval_path is not None or config.eval_split is not None:
+        subset = config.subset if config.eval_path is None else None
+        held_out = _read_rows(config, "task.eval_path", config.eval_path or config.path, config.eval_split, subset)
         _warn_of_twins(rows, held_out)
-        return Task("jsonl", rows, held_out, exact_match)
+        return Task(config.kind, rows, held_out, reward)
     if config.eval_rows >= len(rows):
         raise ConfigError(f"task.eval_rows={config.eval_rows}: {config.path} has {len(rows)} rows; hold out fewer")
     chosen = _held_out(rows, config, seed)
     train = [row for i, row in enumerate(rows) if i not in chosen]
-    return Task("jsonl", train, [rows[i] for i in sorted(chosen)], exact_match)
+    return Task(config.kind, train, [rows[i] for i in sorted(chosen)], reward)
 
 
-def _with_all_fields(rows: list[Row]) -> list[Row]:
-    fields: dict[str, Any] = dict.fromkeys(name for row in rows for name in row.columns)
-    return [replace(row, columns=fields | row.columns) for row in rows]
+def _read_rows(config: DatasetConfig, key: str, path: str, split: str | None, subset: str | None) -> list[Row]:
+    source = Source(key, path, split, subset, lines=config.kind == "jsonl")
+    return rows_of(read_records(source), config, key)
 
 
 def _prompt_key(row: Row) -> str:
@@ -112,7 +119,7 @@ def _prompt_key(row: Row) -> str:
 
 
 def _plain_message(message: dict[str, Any]) -> Any:
-    plain = _without_nulls(message)
+    plain = without_nulls(message)
     parts = plain.get("content")
     if isinstance(parts, list) and all(
         isinstance(part, dict) and part.keys() == {"type", "text"} and isinstance(part["text"], str) for part in parts
@@ -121,13 +128,7 @@ def _plain_message(message: dict[str, Any]) -> Any:
     return plain
 
 
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
-
-
-def _held_out(rows: list[Row], config: JsonlConfig, seed: int) -> set[int]:
+def _held_out(rows: list[Row], config: DatasetConfig, seed: int) -> set[int]:
     """Places of the held-out rows: whole sets of equal prompts in random order, each that still fits in eval_rows."""
     twins: dict[str, list[int]] = {}
     for i in permutation(len(rows), seed, SPLIT_PURPOSE).tolist():
@@ -158,11 +159,14 @@ def _warn_of_twins(rows: list[Row], held_out: list[Row]) -> None:
 
 
 def check_answers(reward: RewardFunction, rows: Sequence[Row]) -> None:
-    """Refuse an answer that the numeric reward cannot compare with. Raises ConfigError naming the row."""
-    if reward is not numeric:
-        return
-    for row in rows:
-        if single_number(row.answer) is None:
+    """Refuse an answer that the task's reward cannot compare with. Raises ConfigError naming the row."""
+    for row in rows if reward in (exact_match, numeric) else ():
+        if row.answer is None:
+            raise ConfigError(
+                f"task.answer_column: {row.name()} has no answer to compare with; name the column, or use a"
+                " reward=custom of your own"
+            )
+        if reward is numeric and single_number(row.answer) is None:
             shown = repr(row.answer)
             raise ConfigError(
                 f"reward=numeric: {row.name()}: answer {shown if len(shown) <= 60 else shown[:60] + '...'} is not a"
@@ -172,8 +176,14 @@ def check_answers(reward: RewardFunction, rows: Sequence[Row]) -> None:
 
 
 def make_task(config: TaskConfig, seed: int) -> Task:
-    """The task that the configuration names. Raises ConfigError if its rows cannot be read or split."""
-    if isinstance(config, JsonlConfig):
-        return replace(jsonl(config, seed), chat_template_kwargs=config.chat_template_kwargs)
-    assert isinstance(config, ArithmeticConfig)
-    return arithmetic(config, seed)
+    """The task that the configuration names. Raises ConfigError if its rows cannot be made, read or split."""
+    if isinstance(config, ArithmeticConfig):
+        return arithmetic(config, seed)
+    if isinstance(config, DatasetConfig):
+        made = dataset(config, seed)
+    else:
+        assert isinstance(config, ReasoningGymConfig)
+        problems = make_problems(config)
+        example = worked_example(config, problems.train_rows)
+        made = Task(config.kind, problems.train_rows, problems.eval_rows, problems.reward, example)
+    return replace(made, prompts=prompt_settings(config))

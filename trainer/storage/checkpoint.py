@@ -45,7 +45,8 @@ _NAME = re.compile(r"step-(\d{6}|[1-9]\d{6,})", re.ASCII)
 _WRITING, _REPLACED, _DROPPED = ".writing-", ".replaced-", ".dropped-"
 _LEFT = re.compile(r"\.(?:writing|replaced|dropped)-(?:\d{6}|[1-9]\d{6,})", re.ASCII)
 """What a process that died may have left; anything else is somebody's."""
-_PATHS = {"model.path", "task.path", "task.eval_path", "reward.path"}
+_TASK_PATHS = {f"task.{name}" for name in ("path", "split", "subset", "eval_path", "eval_split", "few_shot", "tools")}
+_PATHS = _TASK_PATHS | {"model.path", "reward.path"}
 """Compared by what is in them, not by name."""
 
 

@@ -13,11 +13,14 @@ from transformers import PreTrainedTokenizerBase
 from trainer.config import (
     ConfigError,
     CustomRewardConfig,
+    DatasetConfig,
     FunctionsRewardConfig,
-    JsonlConfig,
+    PromptedTaskConfig,
+    ReasoningGymConfig,
     TrainerConfig,
     function_entries,
 )
+from trainer.data.prompts import PromptSettings
 from trainer.data.rows import Row
 from trainer.data.tasks import Task
 from trainer.rewards.loading import REWARD_MODULE
@@ -27,6 +30,7 @@ logger = logging.getLogger(__name__)
 _GROUPS = {
     "training data": "data",
     "held-out data": "data",
+    "text around prompts": "data",
     "reward": "reward",
     "model": "model",
     "tokenizer": "model",
@@ -43,8 +47,10 @@ _INSTALLED = {"site-packages", "dist-packages"}
 
 
 def task_contents(config: TrainerConfig, task: Task) -> dict[str, str]:
-    """Digests of the rows, and of the sources of reward functions of the user's own."""
+    """Digests of the rows, of examples and tools beside them, and of reward functions of the user's own."""
     contents = {"training data": rows_digest(task.train_rows), "held-out data": rows_digest(task.eval_rows)}
+    if isinstance(config.task, PromptedTaskConfig):
+        contents["text around prompts"] = prompts_digest(task.prompts)
     paths = _reward_paths(config)
     if paths:
         contents["reward"] = "".join(map(reward_digest, paths))
@@ -86,19 +92,31 @@ def check_contents(config: TrainerConfig, began: Mapping[str, str] | None, now: 
 
 
 def _key(config: TrainerConfig, name: str) -> str:
-    if name == "held-out data" and isinstance(config.task, JsonlConfig) and config.task.eval_path is not None:
-        return "task.eval_path"
+    if name == "held-out data" and isinstance(config.task, DatasetConfig):
+        keys = [key for key in ("eval_path", "eval_split") if getattr(config.task, key) is not None]
+        return f"task.{keys[0]}" if keys else "task.path"
+    if name == "text around prompts":
+        return "task.few_shot, task.tools"
+    if _GROUPS[name] == "data" and isinstance(config.task, ReasoningGymConfig):
+        return "task.name"
     reward = "reward.functions" if isinstance(config.reward, FunctionsRewardConfig) else "reward.path"
     return {"data": "task.path", "reward": reward, "model": "model.path"}[_GROUPS[name]]
 
 
 def rows_digest(rows: Sequence[Row]) -> str:
-    """Of the rows as they were parsed, in their order; spelling and white space of the file do not count."""
+    """Of the rows as they were parsed, in their order, whatever file they are from; its format does not count."""
     digest = hashlib.sha256()
     for row in rows:
         values = [row.prompt, row.answer, row.columns]
-        digest.update(json.dumps(values, sort_keys=True).encode() + b"\n")
+        # of a Parquet file there may be dates, decimal numbers and bytes
+        digest.update(json.dumps(values, sort_keys=True, default=repr).encode() + b"\n")
     return digest.hexdigest()
+
+
+def prompts_digest(settings: PromptSettings) -> str:
+    """Of the examples before every prompt and the tools, from a file or not; other settings are keys of the run."""
+    values = [[(example.prompt, example.answer) for example in settings.few_shot], settings.tools]
+    return hashlib.sha256(json.dumps(values, default=repr).encode()).hexdigest()
 
 
 def reward_digest(path: str) -> str:

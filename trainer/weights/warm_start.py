@@ -141,8 +141,9 @@ def _store(module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, partial:
     return target
 
 
-def _example(task: Task, row: Row, uniform: float) -> str:
-    return f"{row.prompt}{task.worked_example(row, uniform) if task.worked_example is not None else ''}"
+def _example(task: Task, row: Row, uniform: float) -> list[object]:
+    """A prompt, as it is given and as it is rendered, and what is imitated behind it."""
+    return [row.prompt, row.engine_prompt, task.worked_example(row, uniform) if task.worked_example is not None else ""]
 
 
 def imitate(
@@ -164,7 +165,7 @@ def imitate(
         for row, uniform in zip(rows, uniforms(size, seed, STYLE_PURPOSE, step), strict=True):
             text = task.worked_example(row, float(uniform))
             completion = [*tokenizer(text, add_special_tokens=False)["input_ids"], end]
-            groups.append((encode_prompt(row.prompt, tokenizer, vocab_size), [completion]))
+            groups.append((encode_prompt(row.engine_prompt, tokenizer, vocab_size), [completion]))
         pack = build_pack(groups, layer, module.device, row_multiple=numerics.row_multiple)
         loss = -score_tokens(view, pack, SamplingParams()).logprobs.mean()
         loss.backward()  # type: ignore[no-untyped-call]

@@ -1,0 +1,1 @@
+"""`python -m trainer.inspect`: what a run would train on, without its weights."""
