@@ -163,3 +163,25 @@ def test_the_engine_is_given_what_the_settings_say(tmp_path: Path, options: list
     finally:
         run.close()
     assert texts == [f"<user>S\n<user>a\n<user>b\n<user>{prompt}\nA:P" for prompt in order]
+
+
+def test_the_built_in_model_on_reasoning_gym(tmp_path: Path) -> None:
+    """Its warm start imitates the library's answers, and the library scores what it samples."""
+    pytest.importorskip("reasoning_gym")
+    options = ["task=reasoning_gym", "task.name=[chain_sum,gcd]", "task.size=20", "task.eval_rows=4"]
+    small = ["model.warm_start_steps=1", "model.warm_start_batch_size=4", "steps=1", "sampling.max_new_tokens=4"]
+    run = _prepare(tmp_path / "run", *options, *small)
+    try:
+        result = run.trainer.step(0)
+        datasets_seen = {row.columns["dataset"] for row in run.task.train_rows}
+    finally:
+        run.close()
+    assert datasets_seen == {"chain_sum", "gcd"}
+    expected = [
+        run.task.reward(
+            completions=[r.text for r in group.rollouts], entry=[row.columns["entry"]] * len(group.rollouts)
+        )
+        for row, group in zip(result.rows, result.groups, strict=True)
+    ]
+    assert result.rewards.tolist() == expected
+    assert ((result.rewards >= 0) & (result.rewards <= 1)).all()
