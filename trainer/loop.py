@@ -7,7 +7,7 @@ import torch
 
 from rollout import use_engine
 from trainer.config import trajectory_keys
-from trainer.evaluation import evaluate
+from trainer.evaluation import eval_sampling, evaluate
 from trainer.rewards.calling import TrainingProgress
 from trainer.run import Run
 from trainer.signals import Interrupted, interrupts
@@ -75,10 +75,10 @@ def _due(every: int, step: int, last: int) -> bool:
 
 
 def _evaluate(run: Run, step: int) -> Metrics:
-    trainer, limit = run.trainer, run.config.eval.max_new_tokens or run.trainer.sampling.max_new_tokens
-    progress = TrainingProgress(step, run.config.steps)
+    config, scorer, progress = run.config.eval, run.trainer.collector.scorer, TrainingProgress(step, run.config.steps)
     with run.timer.phase("eval"):
-        return evaluate(run.engine, run.task.eval_rows, trainer.collector.scorer, trainer.sampling, limit, progress)
+        sampling = eval_sampling(config, run.trainer.sampling)
+        return evaluate(run.engine, run.task.eval_rows, scorer, config, sampling, progress)
 
 
 def _record_first(run: Run) -> None:

@@ -30,6 +30,7 @@ from trainer.config.limits import check_device, check_limits
 from trainer.data.rendering import kept_prompts, render_rows, restore_prompts, without_long_prompts
 from trainer.data.rows import Row, RowStream
 from trainer.data.tasks import Task, make_task
+from trainer.evaluation import check_by
 from trainer.rewards.functions import check_functions, make_functions
 from trainer.rewards.scorer import Scorer
 from trainer.step import Trainer
@@ -191,6 +192,7 @@ def read_inputs(
     task = make_task(config.task, config.seed)
     functions = make_functions(config.reward, task)
     check_functions(functions, task)
+    check_by(config.eval, task.eval_rows)
     scorer = Scorer(functions, config.reward)
     contents = task_contents(config, task)
     changed = check_contents(config, began, contents)

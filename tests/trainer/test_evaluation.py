@@ -1,14 +1,17 @@
 """Held-out evaluation: greedy, counted by hand on a model whose tokens are known, and invisible to training."""
 
 from collections.abc import Callable
+from itertools import combinations
 from typing import Any
 
 import pytest
 
 import tiny_models
 from rollout import RolloutConfig, RolloutEngine, RolloutGroup, SamplingParams
+from trainer.config import ConfigError, EvalConfig
 from trainer.data.rows import Row
 from trainer.data.tasks import exact_match
+from trainer.evaluation import check_by, eval_sampling, pass_at
 from trainer.evaluation import evaluate as evaluate_by
 from trainer.rewards.calling import TrainingProgress
 from trainer.rewards.functions import weighted
@@ -30,7 +33,9 @@ def evaluate(
     max_new_tokens: int,
     step: int,
 ) -> dict[str, float]:
-    return evaluate_by(engine, rows, Scorer([weighted(function)]), sampling, max_new_tokens, TrainingProgress(step, 9))
+    config = EvalConfig(max_new_tokens=max_new_tokens)
+    scorer, progress = Scorer([weighted(function)]), TrainingProgress(step, 9)
+    return evaluate_by(engine, rows, scorer, config, eval_sampling(config, sampling), progress)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +53,9 @@ def test_pass_at_1_is_the_share_of_right_rows_and_an_over_long_one_is_wrong(engi
     prompts = {"1=": "42", "2=": 42, "3=": "32", "x": "xxxxx", "9" * 30 + "=": "42"}
     rows = [Row(prompt, answer) for prompt, answer in prompts.items()]
     metrics = evaluate(engine, rows, exact_match, GREEDY_IN_NAME_ONLY, max_new_tokens=5, step=0)
-    assert metrics == {"eval/reward": 3 / 5, "eval/pass@1": 3 / 5, "eval/num_errors": 1.0}
+    # three of 3 tokens and one of 5, cut
+    lengths = {"eval/mean_length": 14 / 4, "eval/clipped_ratio": 1 / 4}
+    assert metrics == {"eval/reward": 3 / 5, "eval/pass@1": pytest.approx(3 / 5), "eval/num_errors": 1.0} | lengths
     assert engine.stats().num_free_blocks == engine.stats().num_blocks
 
 
@@ -83,6 +90,38 @@ def test_no_row_that_can_be_taken(engine: RolloutEngine) -> None:
     rows = [Row("9" * 30, "1", {"level": 1})] * 2
     metrics = evaluate(engine, rows, needs_a_column, GREEDY_IN_NAME_ONLY, 4, step=0)
     assert metrics == {"eval/reward": 0.0, "eval/pass@1": 0.0, "eval/num_errors": 2.0}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_pass_at_k_is_without_bias(engine: RolloutEngine, seed: int) -> None:
+    """After "=" a 4 comes with 0.6: pass@k of "42" is 1 - 0.4 ** k. 400 rows of 5: sd of pass@4 below 0.01."""
+    rows = [Row(f"{i}=", "42") for i in range(400)]
+    config = EvalConfig(samples=5, temperature=1.0, max_new_tokens=4)
+    sampling = eval_sampling(config, SamplingParams(seed=seed, temperature=0.3))
+    metrics = evaluate_by(engine, rows, Scorer([weighted(exact_match)]), config, sampling, TrainingProgress(0, 9))
+    ks = [int(name.removeprefix("eval/pass@")) for name in metrics if "pass@" in name]
+    assert ks == [1, 2, 4, 5]
+    for k in ks:  # five standard deviations: one false alarm in some 100,000 runs
+        assert metrics[f"eval/pass@{k}"] == pytest.approx(1 - 0.4**k, abs=0.06 if k == 1 else 0.05)
+
+
+@pytest.mark.parametrize(("n", "passed", "k"), [(5, 2, 1), (5, 2, 3), (5, 0, 4), (5, 5, 2), (8, 3, 8), (6, 1, 2)])
+def test_pass_at_k_counts_the_choices_of_k(n: int, passed: int, k: int) -> None:
+    choices = list(combinations([True] * passed + [False] * (n - passed), k))
+    assert pass_at(k, n, passed) == pytest.approx(sum(map(any, choices)) / len(choices))
+
+
+def test_figures_of_a_column_s_values_are_those_of_their_rows(engine: RolloutEngine) -> None:
+    rows = [Row(f"{i}=", "42" if i < 3 else "32", {"level": i % 2}) for i in range(4)]
+    config = EvalConfig(by="level", max_new_tokens=4)
+    sampling = eval_sampling(config, SamplingParams(seed=0))
+    metrics = evaluate_by(engine, rows, Scorer([weighted(exact_match)]), config, sampling, TrainingProgress(0, 9))
+    assert [metrics[f"eval/{part}pass@1"] for part in ("", "0/", "1/")] == [3 / 4, 1.0, 1 / 2]
+
+
+def test_a_column_that_is_not_there_is_refused_with_those_that_are() -> None:
+    with pytest.raises(ConfigError, match=r"^eval\.by='lvl': .* no such column; they have level, x$"):
+        check_by(EvalConfig(by="lvl"), [Row("a", "b", {"level": 1, "x": 2})])
 
 
 def _training_step(engine: RolloutEngine, step: int) -> list[RolloutGroup]:

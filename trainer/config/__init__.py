@@ -13,7 +13,7 @@ from trainer.config.reward_options import (
     function_entries,
     score_for,
 )
-from trainer.config.schema import OptimConfig, SamplingConfig, TrainerConfig
+from trainer.config.schema import EvalConfig, OptimConfig, SamplingConfig, TrainerConfig
 from trainer.config.setting import ConfigError
 from trainer.config.stop_options import StopConfig
 from trainer.config.task_options import (
@@ -33,6 +33,7 @@ __all__ = [
     "ConfigError",
     "CustomRewardConfig",
     "DatasetConfig",
+    "EvalConfig",
     "FunctionEntry",
     "FunctionsRewardConfig",
     "HFModelConfig",

@@ -185,6 +185,10 @@ def _check_combinations(config: TrainerConfig) -> None:
     if config.algorithm.kl_coef and sampling_params(config).cuts:
         raise ConfigError("algorithm.kl_coef: a KL term needs the whole vocabulary; switch off top_k, top_p and min_p")
     _check_algorithm(config.algorithm)
+    if config.eval.samples > 1 and config.eval.temperature == 0.0:
+        raise ConfigError(
+            f"eval.samples={config.eval.samples}: greedy completions are all the same; set eval.temperature"
+        )
     if config.sampling.temperature == 0.0:
         raise ConfigError("sampling.temperature=0.0: greedy rollouts of a group are all equal and teach nothing")
     if config.optim.beta1 == 1.0 or config.optim.beta2 == 1.0:

@@ -53,7 +53,14 @@ class OptimConfig:
 @dataclass
 class EvalConfig:
     every: int = setting(0, at_least=0, trajectory=False)
+    samples: int = setting(1, at_least=1, trajectory=False)
+    temperature: float = setting(0.0, at_least=0, trajectory=False)
+    top_k: int = setting(0, at_least=0, trajectory=False)
+    top_p: float = setting(1.0, above=0, at_most=1, trajectory=False)
+    min_p: float = setting(0.0, at_least=0, at_most=1, trajectory=False)
     max_new_tokens: int | None = setting(None, at_least=1, trajectory=False)
+    pass_reward: float = setting(1.0, trajectory=False)
+    by: str | None = setting(None, trajectory=False)
 
 
 @dataclass

@@ -54,7 +54,7 @@ def step_shape(config: TrainerConfig, model: PreTrainedModel, lengths: Sequence[
     prompt, shortest = (min(length, limit - 1) for length in (max(lengths), min(lengths)))
     new = max(config.sampling.max_new_tokens, config.eval.max_new_tokens or 0)
     num_rollouts = config.algorithm.prompts_per_step * config.algorithm.group_size
-    evaluated = num_eval_rows if config.eval.every else 0
+    evaluated = num_eval_rows * config.eval.samples if config.eval.every else 0
     return StepShape(prompt, shortest, min(new, limit - shortest), max(num_rollouts, evaluated))
 
 
