@@ -202,6 +202,29 @@ def test_a_function_that_scores_nobody_has_no_mean() -> None:
     assert _collect(_constant(None)).metrics() == {"rewards/constant/failed": 0.0, "rewards/unscored": 4.0}
 
 
+def test_scores_of_rounds_are_joined_and_chosen_from() -> None:
+    def judge(completions: list[str], log_metric: Any, log_extra: Any) -> list[Any]:
+        log_metric("texts", len(completions))
+        if "x" not in completions:
+            log_extra("said", completions)
+        return [math.nan if text == "x" else float(text) for text in completions]
+
+    with Scorer([weighted(judge)], RewardConfig(on_nan="skip")) as scorer:
+        first, second = (scorer.collect(ROWS[g:][:1], GROUPS[g:][:1], PROGRESS) for g in (0, 1))
+        nothing = scorer.collect([], [], PROGRESS)
+    both = first.joined(second)
+    assert both.totals.tolist() == [[2.0, 3.0], [0.0, 4.0]]
+    assert both.scored.tolist() == [[True, True], [False, True]]
+    assert (both.extras, both.logged) == ({"said": [["2", "3"], [None, None]]}, {"texts": [2, 2]})
+    assert [failure[:2] for failure in both.failures["judge"]] == [(1, 0)]
+    last = both.chosen([1])
+    assert (last.totals.tolist(), last.extras) == ([[0.0, 4.0]], {"said": [[None, None]]})
+    assert [failure[:2] for failure in last.failures["judge"]] == [(0, 0)]
+    assert both.chosen([0]).failures == {"judge": []}
+    assert first.joined(nothing) is first
+    assert nothing.joined(first) is first
+
+
 # -- policies -----------------------------------------------------------------------------------------------------
 
 
@@ -269,7 +292,7 @@ def test_a_conversational_reward_in_trl_s_form_runs_unchanged() -> None:
     found = scores(format_and_answer, CHAT[:1], [group([r"\boxed{A}", r"\boxed{B}", "A"])])
     assert found.totals.tolist() == [[0.3, 0.0, 0.0]]
     assert found.scored.tolist() == [[True, True, False]]
-    assert found.logged == {"boxed": 2 / 3}
+    assert found.logged == {"boxed": [2 / 3]}
     assert found.extras == {"asked": [["say A"] * 3]}
     assert found.metrics()["boxed"] == 2 / 3
 

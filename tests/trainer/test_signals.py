@@ -14,9 +14,12 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+import trainer.collecting
 import trainer.loop
+import trainer.rewards.scorer
 import trainer.run
 import trainer.tracking.tracking
+import trainer.weights.optimizer
 import trainer.weights.warm_start
 from caches import cache_with_kernels
 from trainer.tracking.tracking import read_metrics
@@ -91,10 +94,11 @@ MOMENTS = {
     "warm start": (trainer.weights.warm_start, "score_tokens", 2, []),
     "evaluation before the first step": (trainer.loop, "evaluate", 1, []),
     "first step": (trainer.step.Trainer, "_forward", 1, []),
-    "rollouts": (trainer.step.Trainer, "rollouts", 4, [3]),
-    "reward": (trainer.step.Trainer, "score", 4, [3]),
+    "rollouts": (trainer.collecting.Collector, "collect", 4, [3]),
+    "reward": (trainer.rewards.scorer.Scorer, "collect", 5, [3]),
     "gradients": (trainer.step.Trainer, "_forward", 6, [4, 5]),
-    "update": (trainer.step, "learning_rate", 3, [3]),
+    # two of the warm start come before
+    "update": (trainer.weights.optimizer.MasterAdamW, "step", 5, [3]),
     "evaluation": (trainer.loop, "evaluate", 2, [3]),
     "line": (trainer.tracking.tracking.MetricsFile, "append", 3, [2]),
     "checkpoint": (trainer.loop, "save_checkpoint", 1, [4]),

@@ -182,7 +182,7 @@ class Scorer:
                 name: [(i // n, i % n, o.failure) for i, o in enumerate(some) if o.failure is not None]
                 for name, some in by_name.items()
             },
-            {name: math.fsum(values) / len(values) for name, values in step.logged.items()},
+            step.logged,
             _columns(outcomes, n),
         )
 

@@ -23,15 +23,18 @@ class Scores:
     """By function, fp64 [G, n]: its values before weights, nan where it has not scored."""
     failures: dict[str, list[tuple[int, int, str]]] = field(default_factory=dict)
     """By function: group, index, and what the function did in place of scoring, where a policy let the run go on."""
-    logged: dict[str, float] = field(default_factory=dict)
-    """By name, the mean of what functions gave to log_metric."""
+    logged: dict[str, list[float]] = field(default_factory=dict)
+    """By name, what functions gave to log_metric."""
     extras: dict[str, list[list[Any]]] = field(default_factory=dict)
     """By column, what functions gave to log_extra, [G][n]; None where they gave nothing."""
 
     def metrics(self) -> dict[str, float]:
-        """By TRL's names. Mean and standard deviation (n - 1) of a function are over what it has scored, and left out
-        where they are of nothing."""
-        metrics = dict(self.logged)
+        """By TRL's names, with the mean of what was logged under each.
+
+        Mean and standard deviation (n - 1) of a function are over what it has scored, and left out where they are of
+        nothing.
+        """
+        metrics = {name: statistics.fmean(values) for name, values in self.logged.items()}
         for name, values in self.parts.items():
             scored = values[~values.isnan()].tolist()
             if scored:
@@ -42,40 +45,37 @@ class Scores:
         metrics["rewards/unscored"] = float((~self.scored).sum())
         return metrics
 
-    def chosen(self, groups: Sequence[int]) -> "Scores":
-        """Those of some groups, by their places."""
-        new = {g: k for k, g in enumerate(groups)}
-        failures = {name: [(new[g], i, t) for g, i, t in some if g in new] for name, some in self.failures.items()}
-        return Scores(
-            self.totals[groups],
-            self.scored[groups],
-            {name: values[groups] for name, values in self.parts.items()},
-            failures,
-            self.logged,
-            {name: [columns[g] for g in groups] for name, columns in self.extras.items()},
-        )
+    def chosen(self, places: Sequence[int]) -> "Scores":
+        """Of those groups; what was logged is still of all."""
+        rows = list(places)
+        failures = {
+            name: [(rows.index(g), i, text) for g, i, text in of_one if g in rows]
+            for name, of_one in self.failures.items()
+        }
+        parts = {name: values[rows] for name, values in self.parts.items()}
+        extras = {name: [columns[g] for g in rows] for name, columns in self.extras.items()}
+        return Scores(self.totals[rows], self.scored[rows], parts, failures, self.logged, extras)
 
     def joined(self, other: "Scores") -> "Scores":
-        """These groups, then the other's of the same functions."""
-        size, more = len(self.totals), len(other.totals)
-        n = self.totals.shape[1]
-        moved = {name: [(g + size, i, text) for g, i, text in some] for name, some in other.failures.items()}
-        shares = [(self.logged, size), (other.logged, more)]
-        logged = {}
-        for name in self.logged | other.logged:
-            given = [(values[name], count) for values, count in shares if name in values]
-            logged[name] = sum(value * count for value, count in given) / max(sum(count for _, count in given), 1)
-        columns = {}
-        for name in self.extras | other.extras:
-            first = self.extras.get(name, [[None] * n] * size)
-            columns[name] = first + other.extras.get(name, [[None] * n] * more)
+        """These groups and then those of another collection by the same functions."""
+        if not len(self.totals) or not len(other.totals):
+            return self if len(self.totals) else other
+        first, n = self.totals.shape
+        failures = {
+            name: [*self.failures.get(name, []), *((first + g, i, text) for g, i, text in other.failures.get(name, []))]
+            for name in self.parts
+        }
+        absent = {name: [[None] * n] for name in self.extras | other.extras}
         return Scores(
             torch.cat([self.totals, other.totals]),
             torch.cat([self.scored, other.scored]),
             {name: torch.cat([values, other.parts[name]]) for name, values in self.parts.items()},
-            {name: some + moved.get(name, []) for name, some in self.failures.items()},
-            logged,
-            columns,
+            failures,
+            {name: self.logged.get(name, []) + other.logged.get(name, []) for name in self.logged | other.logged},
+            {
+                name: self.extras.get(name, empty * first) + other.extras.get(name, empty * len(other.totals))
+                for name, empty in absent.items()
+            },
         )
 
     def shuffled(self, seed: int, step: int) -> "Scores":
