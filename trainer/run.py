@@ -106,7 +106,7 @@ def _check_resume(config: TrainerConfig, run_dir: Path) -> tuple[Path | None, ch
     if found is None:
         return None, None
     checkpoint.check_whole(found)
-    state = checkpoint.read_state(found, trajectory_keys(config))
+    state = checkpoint.read_state(found, trajectory_keys(config), config.resume_changed)
     if state.num_threads != torch.get_num_threads():
         logger.warning("the run began with %d threads and goes on with %d", state.num_threads, torch.get_num_threads())
     return found, state

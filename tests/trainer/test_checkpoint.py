@@ -113,6 +113,16 @@ def test_a_changed_key_is_named(tmp_path: Path, now: dict[str, Any], named: str)
         checkpoint.read_state(saved, now)
 
 
+def test_a_changed_key_that_may_is_told_and_no_other_slips_through(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved, now = _save(tmp_path, 1, *_stepped("llama", torch.float32)), KEYS | {"optim.lr": 0.2}
+    assert checkpoint.read_state(saved, now, ["optim.lr"]).step == 1
+    assert "optim.lr: the run began with 0.1 and goes on with 0.2" in caplog.text
+    with pytest.raises(ConfigError, match=r"^new: .*go on all the same with resume_changed=\[new\]$"):
+        checkpoint.read_state(saved, now | {"new": 1}, ["optim.lr"])
+
+
 def test_keys_of_options_that_were_not_chosen_hold_up_no_resume(tmp_path: Path) -> None:
     """Checkpoints had them once, when every option had all keys of its group."""
     saved = _save(tmp_path, 1, *_stepped("llama", torch.float32))

@@ -355,13 +355,14 @@ def test_sizes_of_the_engine_belong_to_the_trajectory_where_bits_depend_on_them(
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["resume=auto", "resume_changed=[weights]"], r"^resume_changed='weights': use data, reward, model in a list"),
+        (["resume=auto", "resume_changed=[weights]"], r"^resume_changed='weights': use data, reward, model or keys"),
         (["resume=auto", "resume_changed=[data,all]"], r"^resume_changed='all': use data"),
         (["resume=auto", "resume_changed=data"], r"^resume_changed: "),
+        (["resume=auto", "resume_changed=[checkpoint.every]"], r"^resume_changed='checkpoint.every': use data"),
         (["resume_changed=[data]"], r"^resume_changed: is for a run that goes on; add resume=auto"),
     ],
 )
 def test_changes_that_a_resume_may_take(overrides: list[str], message: str) -> None:
-    assert _parse("resume=auto", "resume_changed=[data,model]").resume_changed == ["data", "model"]
+    assert _parse("resume=auto", "resume_changed=[data,optim.lr]").resume_changed == ["data", "optim.lr"]
     with pytest.raises(ConfigError, match=message):
         _parse(*overrides)

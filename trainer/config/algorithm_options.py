@@ -12,7 +12,7 @@ class AlgorithmConfig:
     kind: str = setting("grpo")
     prompts_per_step: int = setting(32, at_least=1)
     group_size: int = setting(8, at_least=1)
-    micro_batch_tokens: int = setting(4096, at_least=1)
+    micro_batch_tokens: int = setting(4096, at_least=1, trajectory=False)
     epochs: int = setting(1, at_least=1)
     minibatches: int = setting(1, at_least=1)
     baseline: str = setting("group", choices=("group", "leave_one_out", "batch", "none"))

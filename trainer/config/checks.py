@@ -172,8 +172,11 @@ CONTENTS = ("data", "reward", "model")
 
 def _check_combinations(config: TrainerConfig) -> None:
     for name in config.resume_changed:
-        if name not in CONTENTS:
-            raise ConfigError(f"resume_changed={name!r}: use {', '.join(CONTENTS)} in a list, as in [{CONTENTS[0]}]")
+        if name not in CONTENTS and name not in trajectory_keys(config):
+            raise ConfigError(
+                f"resume_changed={name!r}: use {', '.join(CONTENTS)} or keys of settings in a list, as in"
+                f" [{CONTENTS[0]},optim.lr]"
+            )
     if config.resume_changed and config.resume is None:
         raise ConfigError("resume_changed: is for a run that goes on; add resume=auto")
     for group in OPTIONS:

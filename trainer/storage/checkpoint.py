@@ -15,7 +15,7 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -226,8 +226,11 @@ def _read_raw(checkpoint: Path) -> dict[str, Any]:
     return raw
 
 
-def read_state(checkpoint: Path, trajectory: dict[str, Any]) -> TrainerState:
-    """trainer.json, after checking that the run goes on as it began; ConfigError names a key that changed."""
+def read_state(checkpoint: Path, trajectory: dict[str, Any], may_change: Collection[str] = ()) -> TrainerState:
+    """trainer.json, after checking that the run goes on as it began, but for the keys that may change.
+
+    Raises ConfigError with the key that changed, and both values.
+    """
     state = _checked_state(checkpoint, _read_raw(checkpoint))
     now = json.loads(json.dumps(trajectory))
     keys = (now.keys() | state.trajectory.keys()) - _PATHS
@@ -235,8 +238,13 @@ def read_state(checkpoint: Path, trajectory: dict[str, Any]) -> TrainerState:
     unused = {key for key in keys - now.keys() if options_with(key.partition(".")[0], key.partition(".")[2])}
     for key in sorted(keys - unused):
         before, after = state.trajectory.get(key), now.get(key)
+        if before != after and key not in may_change:
+            raise ConfigError(
+                f"{key}: the run began with {before!r} and would go on with {after!r}; use the first, or go on all the"
+                f" same with resume_changed=[{key}]"
+            )
         if before != after:
-            raise ConfigError(f"{key}: the run began with {before!r} and would go on with {after!r}; use the first")
+            logger.warning("%s: the run began with %r and goes on with %r", key, before, after)
     return state
 
 
