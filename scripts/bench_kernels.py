@@ -95,8 +95,8 @@ def linear_cases(dtype: torch.dtype) -> Iterator[Case]:
             yield Case(
                 f"linear {rows} x {depth} -> {columns}",
                 dtype,
-                lambda x=x, weight=weight: linear(x, weight),
-                lambda x=x, weight=weight: F.linear(x, weight),
+                partial(linear, x, weight),
+                partial(F.linear, x, weight),
                 flops=2.0 * rows * columns * depth,
                 in_float32=None if dtype == torch.float32 else partial(linear, wide_x, wide_weight),
             )
@@ -140,6 +140,21 @@ def attention_case(name: str, q: torch.Tensor, kv: torch.Tensor, plan: Attention
     )
 
 
+def torch_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return weight * F.rms_norm(x.float(), x.shape[-1:], eps=eps).to(x.dtype)
+
+
+def torch_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return F.silu(gate) * up
+
+
+def torch_write_rows(
+    keys: torch.Tensor, values: torch.Tensor, key_pool: torch.Tensor, value_pool: torch.Tensor, places: torch.Tensor
+) -> None:
+    key_pool.index_copy_(0, places, keys)
+    value_pool.index_copy_(0, places, values)
+
+
 def row_cases(dtype: torch.dtype) -> Iterator[Case]:
     size = torch.finfo(dtype).bits // 8
     for rows in (32, 2048):
@@ -147,15 +162,15 @@ def row_cases(dtype: torch.dtype) -> Iterator[Case]:
         yield Case(
             f"rms_norm {rows} x 512",
             dtype,
-            lambda x=x, weight=weight: rms_norm(x, weight, 1e-6),
-            lambda x=x, weight=weight: weight * F.rms_norm(x.float(), (512,), eps=1e-6).to(x.dtype),
+            partial(rms_norm, x, weight, 1e-6),
+            partial(torch_rms_norm, x, weight, 1e-6),
             num_bytes=2.0 * x.numel() * size,
         )
         yield Case(
             f"swiglu {rows} x 512",
             dtype,
-            lambda x=x, up=up: swiglu(x, up),
-            lambda x=x, up=up: F.silu(x) * up,
+            partial(swiglu, x, up),
+            partial(torch_swiglu, x, up),
             num_bytes=3.0 * x.numel() * size,
         )
         pools = torch.zeros(2, 4096, 256, dtype=dtype)
@@ -163,8 +178,8 @@ def row_cases(dtype: torch.dtype) -> Iterator[Case]:
         yield Case(
             f"write_rows {rows} x 256",
             dtype,
-            lambda keys=keys, pools=pools, places=places: write_rows(keys, keys, pools[0], pools[1], places),
-            lambda keys=keys, pools=pools, places=places: [pool.index_copy_(0, places, keys) for pool in pools],
+            partial(write_rows, keys, keys, pools[0], pools[1], places),
+            partial(torch_write_rows, keys, keys, pools[0], pools[1], places),
             num_bytes=4.0 * keys.numel() * size,
         )
     if dtype == torch.float32:

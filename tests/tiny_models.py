@@ -172,7 +172,11 @@ TOOL_CHAT_TEMPLATE = """
 
 
 def byte_tokenizer(
-    *, adds_bos: bool = False, bos: bool = True, chat_template: str | None = CHAT_TEMPLATE, **options: Any
+    *,
+    adds_bos: bool = False,
+    bos: bool = True,
+    chat_template: str | dict[str, str] | None = CHAT_TEMPLATE,
+    **options: Any,
 ) -> PreTrainedTokenizerFast:
     """One token per byte. adds_bos: its post-processor puts <bos> before a text. bos: it has one at all."""
     vocabulary = {token: i for i, token in enumerate(_SPECIAL + sorted(pre_tokenizers.ByteLevel.alphabet()))}
@@ -200,7 +204,7 @@ def metaspace_tokenizer(**options: Any) -> PreTrainedTokenizerFast:
 
 
 def _wrapped(
-    tokenizer: Tokenizer, *, adds_bos: bool, bos: bool, chat_template: str | None, **options: Any
+    tokenizer: Tokenizer, *, adds_bos: bool, bos: bool, chat_template: str | dict[str, str] | None, **options: Any
 ) -> PreTrainedTokenizerFast:
     if adds_bos:
         tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
@@ -248,7 +252,8 @@ def greedy_ids(
     )
     ids = torch.tensor([list(prompt)])
     out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
-    return out[0, len(prompt) :].tolist()
+    completion: list[int] = out[0, len(prompt) :].tolist()
+    return completion
 
 
 def assert_greedy(

@@ -158,7 +158,7 @@ class Trainer:
                 with self.timer.phase("forward"):
                     scores, loss = self._forward(batch, totals, known=tokens.old_logprobs is not None)
                 with self.timer.phase("backward"):
-                    loss.loss.backward()  # type: ignore[no-untyped-call]
+                    loss.loss.backward()
                 metrics.add(batch, scores, loss, drawn_by_these_weights=not norms)
             self._hold_exactness(metrics.gap_max)
             # from here on the step is finished, or the weights would be ahead of what is written down

@@ -171,7 +171,7 @@ def score_and_backward(
     if reference:
         with torch.no_grad():
             score_tokens(view, pack, sampling)
-    scores.logprobs.sum().backward()  # type: ignore[no-untyped-call]
+    scores.logprobs.sum().backward()
 
 
 def widest_pack(

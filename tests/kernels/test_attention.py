@@ -145,8 +145,8 @@ def test_gradients_equal_fp64_autograd(dtype: torch.dtype, dim: int, window: int
     *data, upstream = [*inputs(pack.num_rows, 4, 2, dim, dtype), inputs(pack.num_rows, 4, 2, dim, dtype, seed=1)[0]]
     mask, planned = pack.mask(window), pack.plan(4, 2)
     ours = gradients(lambda q, k, v: training_attention(q, k, v, planned, window=window), data, upstream, dtype)
-    exact = gradients(lambda *qkv: plain_attention(*qkv, mask)[0], data, upstream, torch.float64)
-    plain = gradients(lambda *qkv: plain_attention(*qkv, mask)[0], data, upstream, dtype)
+    exact = gradients(lambda q, k, v: plain_attention(q, k, v, mask)[0], data, upstream, torch.float64)
+    plain = gradients(lambda q, k, v: plain_attention(q, k, v, mask)[0], data, upstream, dtype)
     for name, mine, right, usual in zip("qkv", ours, exact, plain, strict=True):
         assert mine.dtype == dtype
         assert error(mine, right) <= 1.5 * error(usual, right), name
@@ -160,7 +160,7 @@ def test_gradients_under_a_narrow_window(window: int, heads: int, kv_heads: int)
     *data, upstream = [*inputs(pack.num_rows, heads, kv_heads, 32, torch.float32), torch.ones(pack.num_rows, heads, 32)]
     mask, planned = pack.mask(window), pack.plan(heads, kv_heads)
     ours = gradients(lambda q, k, v: training_attention(q, k, v, planned, window=window), data, upstream, torch.float32)
-    exact = gradients(lambda *qkv: plain_attention(*qkv, mask)[0], data, upstream, torch.float64)
+    exact = gradients(lambda q, k, v: plain_attention(q, k, v, mask)[0], data, upstream, torch.float64)
     for name, mine, right in zip("qkv", ours, exact, strict=True):
         assert error(mine, right) < 1e-6, name
 
@@ -325,10 +325,10 @@ def test_splitting_batches_of_tiles_changes_no_bit(dtype: torch.dtype, monkeypat
 def test_what_lies_beside_the_visible_positions_changes_no_bit(dtype: torch.dtype) -> None:
     """Stale keys and values behind a row's own position, in its last block and in other blocks."""
     q, k, v = inputs(150, 4, 2, 32, dtype)
-    stale = [x.clone() for x in (k, v)]
+    stale = k.clone(), v.clone()
     for x in stale:
         x[:, 77:] = 1e4
-    outs = [Paged.of(*kv, [list(range(150))], 4) for kv in ((k, v), stale)]
+    outs = [Paged.of(keys, values, [list(range(150))], 4) for keys, values in ((k, v), stale)]
     clean, dirty = (paged.attend(q[:1], [one_row(77, paged.units[0])])[0] for paged in outs)
     assert torch.equal(clean, dirty)
 
@@ -339,7 +339,7 @@ def test_backward_is_deterministic_whatever_the_threads(restore_threads: None, d
     runs = []
     for count in (1, 1, 3):
         torch.set_num_threads(count)
-        leaves = [x.requires_grad_() for x in inputs(pack.num_rows, 4, 2, 32, dtype)]
-        runs.append(torch.autograd.grad(training_attention(*leaves, pack.plan(4, 2)).square().sum(), leaves))
+        q, k, v = leaves = [x.requires_grad_() for x in inputs(pack.num_rows, 4, 2, 32, dtype)]
+        runs.append(torch.autograd.grad(training_attention(q, k, v, pack.plan(4, 2)).square().sum(), leaves))
     for run in runs[1:]:
         assert all(torch.equal(ours, first) for ours, first in zip(run, runs[0], strict=True))

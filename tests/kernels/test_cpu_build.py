@@ -312,7 +312,8 @@ def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def plain_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     mask = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).tril()
     k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
-    return (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~mask, -torch.inf).softmax(-1) @ v
+    weights: Tensor = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~mask, -torch.inf).softmax(-1)
+    return weights @ v
 
 
 def plain_norm(x: Tensor, weight: Tensor) -> Tensor:

@@ -412,8 +412,8 @@ def test_no_rows_give_no_rows(dtype: torch.dtype) -> None:
 @DTYPES
 def test_rows_are_written_where_they_belong(implementation: None, dtype: torch.dtype) -> None:
     keys, values = (x.to(dtype) for x in randoms((3, 8), (3, 8)))
-    pools = [torch.zeros(6, 8, dtype=dtype) for _ in "kv"]
-    choose(CPU, dtype).write_rows(keys, values, *pools, torch.tensor([4, 0, 5]))
-    for pool, rows in zip(pools, (keys, values), strict=True):
+    key_pool, value_pool = (torch.zeros(6, 8, dtype=dtype) for _ in "kv")
+    choose(CPU, dtype).write_rows(keys, values, key_pool, value_pool, torch.tensor([4, 0, 5]))
+    for pool, rows in ((key_pool, keys), (value_pool, values)):
         assert torch.equal(pool[[4, 0, 5]], rows)
         assert pool[[1, 2, 3]].eq(0).all()

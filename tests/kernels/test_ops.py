@@ -111,7 +111,7 @@ def test_the_first_backend_that_serves_is_taken_and_borrows_what_it_lacks(add: C
     backend = toy()
     add(backend)
     chosen = choose(CPU, FP32)
-    assert (chosen.identity, chosen.own) == ("toy-1", {"swiglu"})
+    assert (chosen.identity, chosen.own) == ("toy-1", frozenset({"swiglu"}))
     assert chosen.swiglu is backend.operations["swiglu"]
     assert chosen.linear is reference.OPERATIONS["linear"]
     assert choose(CPU, BF16).identity != "toy-1"

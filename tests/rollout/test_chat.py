@@ -18,7 +18,7 @@ from tiny_models import (
     small_engine,
 )
 
-HELLO = {"role": "user", "content": "Hi!"}
+HELLO: dict[str, Any] = {"role": "user", "content": "Hi!"}
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}]
 
@@ -116,7 +116,7 @@ def test_arguments_are_those_that_the_template_reads(head: str, reads: bool) -> 
         (ChatPrompt([HELLO], template_kwargs={"add_generation_prompt": False}), "argument 'add_generation_prompt'"),
         (ChatPrompt([HELLO], template_kwargs={"tokenize": False}), "template argument 'tokenize'"),
         (ChatPrompt([HELLO], template_kwargs="thinking"), "template_kwargs='thinking': give a mapping"),  # type: ignore[arg-type]
-        (ChatPrompt([HELLO], tools="add"), "tools='add': give a list of JSON schemas"),
+        (ChatPrompt([HELLO], tools="add"), "tools='add': give a list of JSON schemas"),  # type: ignore[arg-type]
         (ChatPrompt([HELLO], tools=[5]), r"tools=\[5\]: give a list of JSON schemas"),  # type: ignore[list-item]
         (ChatPrompt([]), r"messages=\[\]: give a list of messages"),
         (ChatPrompt("Hi!"), "messages='Hi!': give a list of messages"),  # type: ignore[arg-type]

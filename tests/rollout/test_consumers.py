@@ -268,7 +268,7 @@ def test_many_short_calls_in_threads(engine: RolloutEngine) -> None:
             as_streamed(engine.generate_rollouts([PROMPTS[which]], 1, SAMPLING)) == right[which] for _ in range(6)
         )
 
-    assert together(*(lambda i=i: calls(i) for i in range(4))) == [True] * 4  # type: ignore[misc]
+    assert together(*(lambda i=i: calls(i) for i in range(4))) == [True] * 4
 
 
 def test_nobody_waits_for_ever_behind_one_who_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -611,7 +611,7 @@ def test_memory_is_released_between_steps_of_others_or_not_at_all() -> None:
 
 
 def test_a_call_inside_another_resets_neither_its_counters_nor_its_peaks(engine: RolloutEngine) -> None:
-    names = ("completion_tokens", "prompt_tokens", "forward_steps", "forks", "seconds")
+    names: tuple[str, ...] = ("completion_tokens", "prompt_tokens", "forward_steps", "forks", "seconds")
     names += ("peak_blocks_used", "peak_blocks_shared", "peak_running", "peak_waiting")
     last = dict.fromkeys(names, 0.0)
     for _ in engine.stream_rollouts(PROMPTS, 3, SAMPLING):

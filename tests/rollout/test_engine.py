@@ -742,7 +742,7 @@ def test_bf16_engines_agree_with_bf16_transformers() -> None:
 
     def eager(module: torch.nn.Module) -> torch.Tensor:
         with torch.no_grad():
-            logits = module(torch.tensor([ids])).logits[0, len(PROMPTS[0]) - 1 : -1]
+            logits: torch.Tensor = module(torch.tensor([ids])).logits[0, len(PROMPTS[0]) - 1 : -1]
         return logits.double().log_softmax(-1).gather(-1, drawn)[:, 0]
 
     theirs, exact = eager(model), eager(deepcopy(model).double())
@@ -782,8 +782,9 @@ def test_weights_may_be_announced_while_the_pool_is_released() -> None:
     ids=str,
 )
 def test_values_of_a_wrong_kind_are_named(bad: dict[str, Any]) -> None:
+    arguments: dict[str, Any] = {"prompts": [[1]], "sampling": SAMPLING} | bad
     with small_engine(shared_model("qwen3")) as engine, pytest.raises(RolloutError):
-        engine.generate_rollouts(**({"prompts": [[1]], "sampling": SAMPLING} | bad))
+        engine.generate_rollouts(**arguments)
 
 
 @pytest.mark.parametrize("bad", [{"seed": 1.5}, {"temperature": "1"}, {"ignore_eos": "no"}, {"top_p": None}], ids=str)

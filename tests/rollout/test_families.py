@@ -26,7 +26,7 @@ def test_norm_and_mlp_have_the_form_that_is_claimed(arch: str) -> None:
 @pytest.mark.parametrize("arch", tiny_models.ARCHITECTURES)
 def test_windows_are_those_that_transformers_passes_to_attention(arch: str) -> None:
     kinds = ["sliding_attention", "full_attention"]
-    extra = {"use_sliding_window": True, "sliding_window": 8} if arch != "llama" else {}
+    extra: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 8} if arch != "llama" else {}
     model = tiny_models.random_model(arch, layer_types=kinds, **extra)
     layers: Any = model.model.layers
     passed = [getattr(layer.self_attn, "sliding_window", None) for layer in layers]

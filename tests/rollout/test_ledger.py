@@ -266,7 +266,7 @@ def test_tensors_without_data_take_what_real_ones_take(arch: str, dtype: torch.d
 def test_a_step_is_known_before_it_runs(dtype: torch.dtype, accumulated: bool, checkpointing: bool) -> None:
     """Short by what is taken inside one operation: a CPU's bf16 products copy, checkpointing keeps random state."""
     config = tiny_models.random_config("qwen3")
-    options = {"gradient_checkpointing": checkpointing, "accumulated": accumulated}
+    options: dict[str, Any] = {"gradient_checkpointing": checkpointing, "accumulated": accumulated}
     peak, real = estimated(config, dtype, (40, 60, 6), **options), measured(config, dtype, (40, 60, 6), **options)
     short = 0.03 if dtype == torch.bfloat16 else 0.003
     assert (1.0 - short) * real <= peak.activations + peak.gradients <= real
@@ -276,7 +276,7 @@ def test_a_step_is_known_before_it_runs(dtype: torch.dtype, accumulated: bool, c
 def test_six_layers_are_known_from_two_and_four(checkpointing: bool) -> None:
     """Of one long rollout, where what all layers share is as much as a layer's own."""
     config, shape = tiny_models.random_config("qwen3", num_hidden_layers=6), (64, 300, 1)
-    options = {"gradient_checkpointing": checkpointing, "accumulated": True}
+    options: dict[str, Any] = {"gradient_checkpointing": checkpointing, "accumulated": True}
     peak, real = estimated(config, torch.float32, shape, **options), measured(config, torch.float32, shape, **options)
     assert peak.activations + peak.gradients == pytest.approx(real, rel=0.01)
 

@@ -186,7 +186,7 @@ def test_weights_that_the_model_has_no_place_for_are_said(directory: Path, caplo
 
 
 def mixed() -> nn.Module:
-    model = random_model("llama")
+    model: nn.Module = random_model("llama")
     model.lm_head.to(torch.bfloat16)
     return model
 

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from rollout import RolloutError, SamplingParams
-from rollout.engine.prompts import decode_completion, encode_prompt
+from rollout.engine.prompts import Prompt, decode_completion, encode_prompt
 from rollout.model.tokenizers import check_end_tokens
 from tiny_models import (
     BOS,
@@ -88,7 +88,7 @@ def test_ids_are_taken_as_they_are(kind: Any) -> None:
 
 def test_the_engine_returns_the_ids_it_used() -> None:
     tokenizer = byte_tokenizer(adds_bos=True, chat_template=BOS_CHAT_TEMPLATE)
-    prompts = [HELLO, "Hi!", "<bos><user>Hi!\nA:", [5, 6]]
+    prompts: list[Prompt] = [HELLO, "Hi!", "<bos><user>Hi!\nA:", [5, 6]]
     with small_engine(random_model("qwen3", vocab_size=TEXT_VOCAB), tokenizer) as engine:
         groups = engine.generate_rollouts(prompts, 1, greedy(2))
     assert [group.prompt_ids for group in groups] == [
@@ -102,7 +102,8 @@ def test_the_engine_returns_the_ids_it_used() -> None:
 @pytest.mark.parametrize("limit", [None, 16, 64])
 def test_a_tokenizers_model_max_length_cuts_nothing(limit: int | None) -> None:
     """Without one transformers says 1e30; the engine's limit comes from the model's config."""
-    tokenizer = byte_tokenizer(**{"model_max_length": limit} if limit else {})
+    options: dict[str, Any] = {"model_max_length": limit} if limit else {}
+    tokenizer = byte_tokenizer(**options)
     model = random_model("qwen3", vocab_size=TEXT_VOCAB, max_position_embeddings=64)
     with small_engine(model, tokenizer) as engine:
         (group,) = engine.generate_rollouts(["x" * 40], 1, greedy(50))

@@ -381,7 +381,7 @@ def test_tokens_forced_at_random_times_on_running_and_preempted_completions(seed
 def random_simulation(seed: int) -> Simulation:
     rng = random.Random(seed)
     block_size, num_blocks, seqs = rng.choice([1, 2, 4, 16]), rng.randint(2, 40), rng.randint(1, 12)
-    sim = Simulation(num_blocks, block_size, seqs, seqs + rng.randint(0, 30), rng.choice([0.0, 0.1, 0.5]), seed)
+    sim = Simulation(num_blocks, block_size, seqs, seqs + rng.randint(0, 30), rng.choice([0.0, 0.1, 0.5]), seed=seed)
     for _ in range(rng.randint(1, 20)):
         longest = num_blocks * block_size - 1
         sim.add(rng.randint(1, min(longest, 40)), rng.choice([1, 2, 3, 8, 20]), rng.randint(1, 30))

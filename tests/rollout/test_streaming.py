@@ -55,9 +55,12 @@ def test_groups_are_told_of_as_they_end() -> None:
 
 
 def test_an_error_in_who_is_told_gives_everything_back() -> None:
+    def fail(place: int, group: RolloutGroup) -> None:
+        raise ZeroDivisionError
+
     engine = small_engine(random_model("qwen3"))
     with pytest.raises(ZeroDivisionError):
-        engine.generate_rollouts(random_prompts([3, 5]), 2, SamplingParams(), on_group=lambda place, group: 1 // 0)
+        engine.generate_rollouts(random_prompts([3, 5]), 2, SamplingParams(), on_group=fail)
     assert _idle(engine)
 
 
@@ -255,7 +258,8 @@ def test_a_handle_of_another_engine_is_refused(kind: str) -> None:
 
 
 def _scrambled(seed: int) -> dict[str, torch.Tensor]:
-    return random_model("qwen3", seed=seed).state_dict()
+    state: dict[str, torch.Tensor] = random_model("qwen3", seed=seed).state_dict()
+    return state
 
 
 def test_an_update_with_requests_running_refuses_drains_or_aborts() -> None:

@@ -154,10 +154,10 @@ def test_a_training_view_of_another_state_has_the_generators_bits_and_gradients(
                 assert scores_of(engine, view, groups).logprobs.tolist() == drawn.tolist()
         scores = scores_of(engine, view, groups)
         assert torch.equal(scores.logprobs, drawn)
-        scores.logprobs.sum().backward()  # type: ignore[no-untyped-call]
+        scores.logprobs.sum().backward()
     right = random_model("qwen3")
     with small_engine(right) as engine:
-        scores_of(engine, engine.training_view(), groups).logprobs.sum().backward()  # type: ignore[no-untyped-call]
+        scores_of(engine, engine.training_view(), groups).logprobs.sum().backward()
     for ours, theirs in zip(model.parameters(), right.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad)
 
@@ -168,7 +168,7 @@ def test_a_pack_made_in_inference_mode_can_be_trained_on() -> None:
         packed = [(group.prompt_ids, [r.completion_ids for r in group.rollouts]) for group in groups]
         with torch.inference_mode():
             pack = build_pack(packed, engine.layer_group, engine.device, row_multiple=engine.numerics.row_multiple)
-        score_tokens(engine.training_view(), pack, SAMPLING).logprobs.sum().backward()  # type: ignore[no-untyped-call]
+        score_tokens(engine.training_view(), pack, SAMPLING).logprobs.sum().backward()
     assert engine.module.lm_head.weight.grad.abs().sum() > 0
 
 

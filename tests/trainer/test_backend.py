@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_run import run_once
 from torch import Tensor
 
 import tiny_models
 from rollout import RolloutEngine, SamplingParams
 from rollout_kernels import ops
 from rollout_kernels.reference.norms import rms_norm
+from runs import run_once
 
 Calls = list[int]
 

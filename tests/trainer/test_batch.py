@@ -2,9 +2,11 @@
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 import tiny_models
 from rollout import Rollout, RolloutEngine, RolloutGroup, SamplingParams
@@ -25,11 +27,15 @@ def _group(prompt: list[int], completions: list[list[int]]) -> RolloutGroup:
 
 def _groups(lengths: list[list[int]], vocab: int = tiny_models.VOCAB) -> list[RolloutGroup]:
     generator = torch.Generator().manual_seed(3)
-    draw = lambda size: torch.randint(vocab, (size,), generator=generator).tolist()  # noqa: E731
+
+    def draw(size: int) -> list[int]:
+        ids: list[int] = torch.randint(vocab, (size,), generator=generator).tolist()
+        return ids
+
     return [_group(draw(prompt), [draw(size) for size in sizes]) for prompt, *sizes in lengths]
 
 
-def _batches(model: torch.nn.Module, groups: list[RolloutGroup], max_tokens: int) -> list[TrainingBatch]:
+def _batches(model: PreTrainedModel, groups: list[RolloutGroup], max_tokens: int) -> list[TrainingBatch]:
     step = StepTokens.of(groups, exact=True)
     step = replace(step, advantages=step.spread(torch.arange(float(sum(len(g.rollouts) for g in groups)))))
     layer = LayerGroup.of(model.config, model.dtype)
@@ -131,7 +137,7 @@ def test_a_change_in_one_completion_leaves_the_others_alone() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"top_k": 5}, {"top_p": 0.8, "temperature": 1.3}, {"min_p": 0.05}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_trainer_sees_the_generators_log_probs_bit_for_bit(options: dict[str, float], dtype: torch.dtype) -> None:
+def test_the_trainer_sees_the_generators_log_probs_bit_for_bit(options: dict[str, Any], dtype: torch.dtype) -> None:
     model = tiny_models.random_model("qwen3", dtype=dtype)
     sampling = SamplingParams(max_new_tokens=12, seed=4, **options)
     with RolloutEngine(model) as engine:

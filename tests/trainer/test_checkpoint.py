@@ -230,7 +230,7 @@ def _one_bit(path: Path) -> None:
 
 FILES = ["trainer.json", "optimizer.safetensors", "model/model.safetensors", "model/config.json"]
 FILES += ["model/tokenizer.json", "model/generation_config.json"]
-DAMAGES: list[Callable[[Path], None]] = [_cut, _zeroed, _garbage, _one_bit, Path.unlink, lambda p: p.write_text("")]
+DAMAGES: list[Callable[[Path], object]] = [_cut, _zeroed, _garbage, _one_bit, Path.unlink, lambda p: p.write_text("")]
 
 
 @pytest.fixture(scope="module")
@@ -331,7 +331,7 @@ WEIGHTS = {
     "another dtype": _with(NORM, lambda t: t[NORM].double()),
     "tied and different": _with("lm_head.weight", lambda t: t[EMBEDDING] * 1.5),
 }
-STATE = {
+STATE: dict[str, Callable[[dict[str, Tensor]], None]] = {
     "moment missing": _without(f"exp_avg/{NORM}"),
     "count missing": _without(f"step/{NORM}"),
     "master missing": _without(f"master/{NORM}"),

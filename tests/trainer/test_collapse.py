@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-from test_run import configure, hf_overrides, metrics_of, write_rows
 from transformers import PreTrainedModel
 
 import tiny_models
+from runs import configure, hf_overrides, metrics_of, write_rows
 from trainer.config import StopConfig
 from trainer.loop import train
 from trainer.run import prepare

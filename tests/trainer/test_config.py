@@ -38,7 +38,8 @@ def _values(path: Path) -> dict[str, Any]:
     """What an option's file sets, on top of the option that it begins with."""
     own = yaml.safe_load(path.read_text())
     below = [name for name in own.pop("defaults", []) if name != "_self_"]
-    return {name: value for base in below for name, value in _values(path.with_stem(base)).items()} | own
+    values: dict[str, Any] = {k: v for base in below for k, v in _values(path.with_stem(base)).items()} | own
+    return values
 
 
 def _parse(*overrides: str) -> TrainerConfig:
@@ -78,7 +79,7 @@ def test_every_option_arrives_as_its_file_says(path: Path) -> None:
 @pytest.mark.parametrize("path", OPTION_FILES, ids=_name)
 def test_every_option_has_all_keys_of_its_schema_and_no_other(path: Path) -> None:
     group = next(f for f in dataclasses.fields(TrainerConfig) if f.name == path.parent.name)
-    schema = OPTIONS.get(group.name, {}).get(path.stem, group.type)
+    schema: Any = OPTIONS.get(group.name, {}).get(path.stem, group.type)
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
         composed = compose("config", [_name(path)])
     assert set(composed[group.name]) == {f.name for f in dataclasses.fields(schema)}
@@ -102,7 +103,7 @@ def test_an_option_has_a_schema_and_its_name_is_its_kind(group: str) -> None:
 )
 def test_no_option_carries_a_key_of_another(overrides: list[str], own: set[str], others: set[str]) -> None:
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-        composed = OmegaConf.to_container(compose("config", overrides))
+        composed: Any = OmegaConf.to_container(compose("config", overrides))
     for keys in (_leaves(composed), _leaves(dataclasses.asdict(_parse(*overrides)))):
         assert own <= keys.keys()
         assert not others & keys.keys()

@@ -7,13 +7,11 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 import tiny_models
-from trainer.__main__ import CONFIG_DIRECTORY
-from trainer.config import ConfigError, parse_config
+from runs import configure
+from trainer.config import ConfigError
 from trainer.loop import train
 from trainer.run import Run, prepare
 from trainer.tracking.tracking import read_metrics
@@ -45,11 +43,9 @@ def options(tmp_path: Path) -> list[str]:
 
 
 def _prepare(run_dir: Path, *overrides: str) -> Run:
-    chosen = ["experiment=smoke", f"run_dir={run_dir}", "name=test", "task.eval_rows=0", "checkpoint.every=1"]
+    chosen = ["task.eval_rows=0", "checkpoint.every=1"]
     given = {override.partition("=")[0]: override for override in [*chosen, *overrides]}  # the last of two
-    with initialize_config_dir(str(CONFIG_DIRECTORY), version_base="1.3"):
-        raw = compose("config", list(given.values()))
-    return prepare(parse_config(OmegaConf.create(OmegaConf.to_container(raw, resolve=True))))
+    return prepare(configure(run_dir, *given.values()))
 
 
 def _run(run_dir: Path, *overrides: str) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
@@ -157,8 +153,8 @@ def test_the_engine_is_given_what_the_settings_say(tmp_path: Path, options: list
     shots = "task.few_shot=[{prompt:a,answer:b}]"
     run = _prepare(tmp_path / "run", *options, shots, "task.chat=true", "task.system_prompt=S", "task.prefill=P")
     try:
-        _, groups = run.trainer.rollouts(0)
-        order = [row.prompt for row in run.trainer.rows.take(0, 4)]
+        groups = run.trainer.collector.collect(0).groups
+        order = [row.prompt for row in run.trainer.collector.rows.take(0, 4)]
         texts = [run.tokenizer.decode(group.prompt_ids) for group in groups]
     finally:
         run.close()
@@ -183,5 +179,5 @@ def test_the_built_in_model_on_reasoning_gym(tmp_path: Path) -> None:
         )
         for row, group in zip(result.rows, result.groups, strict=True)
     ]
-    assert result.rewards.tolist() == expected
-    assert ((result.rewards >= 0) & (result.rewards <= 1)).all()
+    assert result.scores.totals.tolist() == expected
+    assert ((result.scores.totals >= 0) & (result.scores.totals <= 1)).all()

@@ -254,7 +254,7 @@ def test_a_repository_of_the_hub_may_lie_in_a_directory(caches: Path, tmp_path: 
 
 
 def test_values_of_parquet_keep_type_and_digits(tmp_path: Path) -> None:
-    values = {
+    values: dict[str, list[Any]] = {
         "n": [2**63 - 1, None],
         "d": [decimal.Decimal("1.50"), None],
         "t": [datetime.datetime(2026, 1, 2, 3), None],
@@ -278,7 +278,7 @@ def test_messages_of_a_table_have_only_the_fields_they_were_given(tmp_path: Path
     """Arrow gives every message, and every schema of a tool, the fields of all."""
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     tools = [{"type": "function", "function": {"name": "add"}}, {"type": "function", "name": "sub", "strict": True}]
-    chat = [
+    chat: list[dict[str, Any]] = [
         {"role": "user", "content": "u"},
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "content": "2", "name": "add"},

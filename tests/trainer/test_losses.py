@@ -42,7 +42,7 @@ def _loss(
     kl_coef: float = 0.0,
     **fields: torch.Tensor,
 ) -> PolicyLoss:
-    batch = _batch(old, advantages, mask, **fields)
+    batch = _batch(old, advantages, mask, (), **fields)
     scores = TokenScores(logprobs, torch.zeros_like(logprobs))
     objective = partial(clipped, low=0.2, high=0.2)
     return policy_loss(scores, batch, StepTotals(n, 1), objective=objective, kl_coef=kl_coef)
@@ -54,6 +54,7 @@ def test_first_step_is_minus_the_mean_advantage() -> None:
     out = _loss(logprobs, logprobs.detach(), advantages, torch.ones(3, dtype=torch.bool), 3)
     out.loss.backward()
     assert out.loss.item() == pytest.approx(0.5 / 3)
+    assert logprobs.grad is not None
     assert torch.equal(logprobs.grad, -advantages / 3)  # at ratio 1 the gradient is that of -A * logprob
 
 
@@ -82,7 +83,9 @@ def test_kl_is_k3_and_its_gradient_that_of_the_formula() -> None:
     out = _loss(logprobs, logprobs.detach(), torch.zeros(2), mask, 2, ref_logprobs=reference, kl_coef=0.1)
     out.loss.backward()
     x = torch.tensor([1.0, -0.5], dtype=torch.float64)
+    assert out.kl is not None
     assert torch.allclose(out.kl.double(), (-x).exp() - 1 + x, atol=1e-6)
+    assert logprobs.grad is not None
     assert torch.allclose(logprobs.grad.double(), 0.1 * (1 - (-x).exp()) / 2, atol=1e-7)
 
 
@@ -92,6 +95,7 @@ def test_masked_tokens_count_for_nothing_even_at_infinite_ratios() -> None:
     out = _loss(logprobs, old, torch.ones(3), torch.tensor([True, False, False]), 1)
     out.loss.backward()
     assert out.loss.item() == -1.0
+    assert logprobs.grad is not None
     assert torch.equal(logprobs.grad, torch.tensor([-1.0, 0.0, 0.0]))
 
 
@@ -100,6 +104,7 @@ def test_everything_masked_is_zero() -> None:
     out = _loss(logprobs, torch.zeros(2), torch.ones(2), torch.zeros(2, dtype=torch.bool), 0)
     out.loss.backward()
     assert out.loss.item() == 0.0
+    assert logprobs.grad is not None
     assert not logprobs.grad.any()
 
 
@@ -150,8 +155,8 @@ GROUPS = {
 def test_advantages_are_the_exact_statistics_of_the_given_doubles(group: list[float], scale: str) -> None:
     with localcontext(prec=2000):  # every sum, square and quotient below has fewer digits, or is cut behind them
         values = [Decimal(value) for value in group]
-        mean = sum(values) / len(values)
-        deviation = (sum((value - mean) ** 2 for value in values) / (len(values) - 1)).sqrt()
+        mean = sum(values, Decimal()) / len(values)
+        deviation = (sum(((value - mean) ** 2 for value in values), Decimal()) / (len(values) - 1)).sqrt()
         divisor = deviation + Decimal("1e-4") if scale == "group" else Decimal(1)
         expected = torch.tensor([float((value - mean) / divisor) for value in values], dtype=torch.float64)
     got = advantages_of(torch.tensor([group], dtype=torch.float64), scale)

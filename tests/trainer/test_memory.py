@@ -59,7 +59,8 @@ def write_inputs(folder: Path, *, dtype: torch.dtype = torch.float32, prompt: in
 def composed(overrides: list[str]) -> DictConfig:
     with initialize_config_dir(str(CONFIG_DIRECTORY), version_base="1.3"):
         raw = compose("config", overrides)
-    return OmegaConf.create(OmegaConf.to_container(raw, resolve=True))
+    OmegaConf.resolve(raw)
+    return raw
 
 
 def configure(folder: Path, *overrides: str, **options: Any) -> TrainerConfig:

@@ -10,7 +10,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from trainer.__main__ import CONFIG_DIRECTORY
-from trainer.config import ConfigError, TrainerConfig, parse_config, text_keys
+from trainer.config import ConfigError, DatasetConfig, TrainerConfig, WandbConfig, parse_config, text_keys
 from trainer.config.names import as_typed, command_line, override_of
 
 
@@ -23,7 +23,7 @@ def _parse(*arguments: str) -> TrainerConfig:
 def test_text_keys_are_the_text_fields_of_all_groups() -> None:
     keys = text_keys()
     task = "split subset eval_path eval_split answer_column answer_after system_prompt prefill"
-    expected = {"resume", *(f"task.{name}" for name in task.split())}
+    expected = {"resume", "eval.by", *(f"task.{name}" for name in task.split())}
     assert {key for key, may_be_null in keys.items() if may_be_null} == expected
     assert {"model.path", "task.path", "reward.path", "model.kind"} <= keys.keys()
     assert {"name", "run_dir", "tracking.project", "tracking.mode", "rollout.device", "optim.schedule"} <= keys.keys()
@@ -38,6 +38,7 @@ TYPED = ["1e3", "true", "FALSE", "12:30", "0x10", "1_000", "007", "a b", ".5", "
 def test_a_text_value_is_what_was_typed(typed: str) -> None:
     name = f'name="{typed}"' if not typed.isascii() else f"name={typed}"
     config = _parse(name, f"++tracking.project='{typed}'")
+    assert isinstance(config.tracking, WandbConfig)
     assert (config.name, config.tracking.project, config.run_dir) == (typed, typed, f"outputs/{typed}")
 
 
@@ -118,6 +119,7 @@ def test_a_key_that_is_deleted_is_refused(argument: str) -> None:
 )
 def test_keys_of_the_chat_template_are_free(given: list[str], sign: str) -> None:
     config = _parse("task=jsonl", "task.path=a", *(sign + argument for argument in given))
+    assert isinstance(config.task, DatasetConfig)
     assert config.task.chat_template_kwargs == {"enable_thinking": False, "level": {"a": 1}}
 
 
@@ -191,6 +193,7 @@ def test_the_printed_command_can_be_pasted(name: str) -> None:
     assert words[:3] == ["python", "-m", "trainer"]
     assert words[3:5] == ["tracking=wandb", 'tracking.project="x=1"']
     config = _parse(*words[3:])
+    assert isinstance(config.tracking, WandbConfig)
     assert (config.name, config.tracking.project, config.resume) == (name, "x=1", "auto")
 
 

@@ -59,7 +59,9 @@ def test_gradients_accumulate_in_fp32() -> None:
     for scale in [1.0] + [2.0**-9] * 256:
         (parameter * scale).sum().backward()
     assert parameter.grad is None
-    assert optimizer.masters["p"].grad.item() == 1.5
+    gradient = optimizer.masters["p"].grad
+    assert gradient is not None
+    assert gradient.item() == 1.5
 
 
 @pytest.mark.parametrize("splits", [2, 4, 8])

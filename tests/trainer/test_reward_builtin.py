@@ -198,8 +198,8 @@ def test_a_regex_of_the_configuration() -> None:
 def test_a_worker_can_be_given_a_copy(name: str) -> None:
     if name == "math":
         pytest.importorskip("math_verify")
-    options = {"regex": {"pattern": "a"}, "soft_overlong": {"max_length": 4, "buffer": 2}}.get(name, {})
-    made = BUILTIN[name](**options)
+    every: dict[str, dict[str, Any]] = {"regex": {"pattern": "a"}, "soft_overlong": {"max_length": 4, "buffer": 2}}
+    made = BUILTIN[name](**every.get(name, {}))
     assert pickle.loads(pickle.dumps(made)) == made
 
 

@@ -70,7 +70,7 @@ def test_error_without_a_message_still_names_function_and_row() -> None:
     ):
         score(judge, [ROW], [GROUP])
     with pytest.raises(RolloutError, match=r"reward <lambda> returned a value of type _MuteError .* rows\.jsonl:7"):
-        score(lambda completions: [_MuteError()], [ROW], [GROUP])  # type: ignore[list-item]
+        score(lambda completions: [_MuteError()], [ROW], [GROUP])
 
 
 # -- children -----------------------------------------------------------------------------------------------------

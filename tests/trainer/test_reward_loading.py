@@ -204,7 +204,7 @@ def test_whatever_it_raises_is_named_with_function_file_and_row(error: BaseExcep
 
 
 def test_error_inside_a_library_is_placed_where_the_reward_called_it() -> None:
-    def my_judge(answer: list[int]) -> list[float]:
+    def my_judge(answer: list[float]) -> list[float]:
         return [float(functools.reduce(lambda a, b: a / b, [value, 0])) for value in answer]
 
     place = f"{re.escape(__file__)}:{my_judge.__code__.co_firstlineno + 1}"

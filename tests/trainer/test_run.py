@@ -5,77 +5,25 @@ import random
 import resource
 import shutil
 from collections.abc import Callable
-from datetime import datetime
+from datetime import datetime, tzinfo
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import chat_template_utils
 
 import tiny_models
 from rollout import RolloutError, generate_rollouts
 from rollout_kernels.ops import choose
-from trainer.__main__ import CONFIG_DIRECTORY
-from trainer.config import ConfigError, TrainerConfig, parse_config
+from runs import configure, hf_overrides, metrics_of, run_once, weights_of, write_rows
+from trainer.config import ConfigError
 from trainer.loop import train
 from trainer.run import Run, prepare
 from trainer.storage import checkpoint
 from trainer.storage.writing import WriteError
 from trainer.tracking.tracking import read_metrics
-
-CHANGING = ("timing_s/", "memory/")
-
-
-def configure(run_dir: Path, *overrides: str) -> TrainerConfig:
-    with initialize_config_dir(str(CONFIG_DIRECTORY), version_base="1.3"):
-        chosen = ["experiment=smoke", f"run_dir={run_dir}", "name=test", "checkpoint.every=0", *overrides]
-        raw = compose("config", chosen)
-    return parse_config(OmegaConf.create(OmegaConf.to_container(raw, resolve=True)))
-
-
-def run_once(run_dir: Path, *overrides: str) -> Run:
-    run = prepare(configure(run_dir, *overrides))
-    try:
-        train(run)
-    finally:
-        run.close()
-    return run
-
-
-def metrics_of(run: Run) -> list[dict[str, float]]:
-    """The lines, without what differs from one run to the next."""
-    lines = read_metrics(run.run_dir / "metrics.jsonl")
-    return [{k: v for k, v in line.items() if not k.startswith(CHANGING) and "per_second" not in k} for line in lines]
-
-
-def weights_of(run: Run) -> list[torch.Tensor]:
-    return [p.detach().clone() for p in run.engine.module.parameters()]
-
-
-def write_rows(path: Path, count: int = 12, **columns: Any) -> Path:
-    rows = [{"prompt": "ab" * (1 + i % 3) + str(i), "answer": str(i), "id": i} | columns for i in range(count)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def hf_overrides(folder: Path, model: PreTrainedModel, rows: Path) -> list[str]:
-    """Overrides for a run on a saved model directory and a JSONL file, rewarded by how early the text has an 'a'."""
-    directory = tiny_models.save_directory(folder / "model", model, tiny_models.byte_tokenizer())
-    reward = folder / "reward.py"
-    reward.write_text(
-        "def early(completions):\n"
-        "    texts = [c if isinstance(c, str) else c[0]['content'] for c in completions]\n"
-        "    return [float(-(text + 'a').index('a')) for text in texts]\n"
-    )
-    return [
-        "model=hf", f"model.path={directory}", "task=jsonl", f"task.path={rows}",
-        "task.eval_rows=0", "reward=custom", f"reward.path={reward}:early", "sampling.max_new_tokens=8",
-        "optim.lr=1e-3", "optim.warmup_steps=0",
-    ]  # fmt: skip
 
 
 @pytest.fixture
@@ -393,10 +341,10 @@ def _other_weights(folder: Path) -> None:
     model.save_pretrained(folder / "model")
 
 
-CHANGES: dict[str, tuple[Callable[[Path], None], str, str]] = {
+CHANGES: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "an answer": (lambda f: _edit(f / "rows.jsonl", '"answer": "7"', '"answer": "8"'), "task.path", "data"),
     "a column": (lambda f: _edit(f / "rows.jsonl", '"id": 3}', '"id": 33}'), "task.path", "data"),
-    "a row more": (lambda f: write_rows(f / "rows.jsonl", 13) and None, "task.path", "data"),
+    "a row more": (lambda f: write_rows(f / "rows.jsonl", 13), "task.path", "data"),
     "reward": (lambda f: _edit(f / "reward.py", "float(-", "float(+"), "reward.path", "reward"),
     "weights": (_other_weights, "model.path", "model"),
     "config": (lambda f: _edit(f / "model/config.json", '"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'), "", "model"),
@@ -473,8 +421,8 @@ def test_a_template_that_prints_the_date_gives_a_run_the_same_prompts_on_every_d
 
     class Tomorrow(datetime):
         @classmethod
-        def now(cls, tz: Any = None) -> datetime:
-            return datetime(2030, 12, 31, tzinfo=tz)
+        def now(cls, tz: tzinfo | None = None) -> "Tomorrow":
+            return cls(2030, 12, 31, tzinfo=tz)
 
     whole = run_once(tmp_path / "whole", *overrides, "steps=4")
     run_once(tmp_path / "parts", *overrides, "steps=2")

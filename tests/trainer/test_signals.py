@@ -261,7 +261,7 @@ def test_exit_status_and_dashboard_say_how_it_ended(
     codes: list[int | None] = []
     dashboard = types.SimpleNamespace(log=lambda *_, **__: None, finish=lambda exit_code=None: codes.append(exit_code))
     fake = types.SimpleNamespace(init=lambda **_: dashboard, Table=lambda **_: None)
-    monkeypatch.setitem(sys.modules, "wandb", fake)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "wandb", fake)
     (here / "judge.py").write_text(f"def f(completions):\n    {body}\n")
     status, errors = command(*RUN, "tracking=wandb")
     assert (status, codes) == (ENDS[body][0], [ENDS[body][1]]), errors

@@ -86,7 +86,8 @@ class _Failing:
     """Fails in one method; counts calls."""
 
     def __init__(self, method: str) -> None:
-        self.method, self.calls = method, []
+        self.method = method
+        self.calls: list[str] = []
 
     def _call(self, name: str) -> None:
         self.calls.append(name)
@@ -101,6 +102,9 @@ class _Failing:
 
     def finish(self) -> None:
         self._call("finish")
+
+    def fail(self, exit_code: int) -> None:
+        self._call("fail")
 
 
 @pytest.mark.parametrize(
@@ -183,7 +187,7 @@ def _train(run_dir: Path, fake: types.ModuleType | None, *overrides: str) -> lis
         "checkpoint.every=0", "rollout.num_blocks=64", "tracking.completions=2", *overrides,
     ]  # fmt: skip
     with pytest.MonkeyPatch.context() as patch, initialize_config_dir(str(CONFIG_DIRECTORY), version_base="1.3"):
-        patch.setitem(sys.modules, "wandb", fake)  # type: ignore[arg-type]
+        patch.setitem(sys.modules, "wandb", fake)
         patch.setenv("WANDB_SILENT", os.environ.get("WANDB_SILENT", "true"))
         run = prepare(parse_config(compose("config", chosen)))
         try:
@@ -250,7 +254,7 @@ def test_run_goes_on_when_the_dashboard_fails(tmp_path: Path, caplog: pytest.Log
 def test_wandb_that_cannot_start_is_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, fake: types.ModuleType | None
 ) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", fake)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "wandb", fake)
     with caplog.at_level(logging.WARNING):
         tracker = make_tracker(WandbConfig(), tmp_path, "name", {})
         tracker.log({"reward": 1.0}, 1)

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_run import hf_overrides, metrics_of, run_once, weights_of, write_rows
 from torch import Tensor
 
 import tiny_models
 from rollout import Rollout, RolloutConfig, RolloutEngine, RolloutGroup
 from rollout.forward import TokenScores
+from rollout.types import FinishReason
+from runs import hf_overrides, metrics_of, run_once, weights_of, write_rows
 from trainer.algorithm.advantages import (
     batch_advantages,
     equal_groups,
@@ -41,7 +42,7 @@ def first_token(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float
 
 
 def make(
-    *, reward: Callable[..., list[float]] = first_token, num_rows: int = 6, sampling: Any = None, **algorithm: Any
+    *, reward: Callable[..., list[Any]] = first_token, num_rows: int = 6, sampling: Any = None, **algorithm: Any
 ) -> tuple[Trainer, Seen]:
     """A trainer of 4 prompts and 3 completions a step, and what its loss has seen."""
     model = tiny_models.random_model("qwen3", vocab_size=tiny_models.TEXT_VOCAB, eos_token_id=tiny_models.EOS)
@@ -191,7 +192,7 @@ def test_what_the_length_limit_cut_is_masked_and_its_reward_counts(truncated: st
     model_ends = trainer.collector.collect(0)
     rollouts = [r for g in model_ends.groups for r in g.rollouts]
     # let every third rollout look as if it had ended by itself
-    reasons = ["stop" if i % 3 == 0 else "length" for i in range(len(rollouts))]
+    reasons: list[FinishReason] = ["stop" if i % 3 == 0 else "length" for i in range(len(rollouts))]
     groups = [
         replace(g, rollouts=[replace(r, finish_reason=reasons[3 * k + r.index]) for r in g.rollouts])
         for k, g in enumerate(model_ends.groups)

@@ -61,7 +61,7 @@ class MasterAdamW:
         for name, parameter in self.parameters.items():
             working = parameter.detach()
             self.masters[name] = working if parameter.dtype == torch.float32 else working.float()
-            hook = parameter.register_post_accumulate_grad_hook(self._accumulator(name))  # type: ignore[no-untyped-call]
+            hook = parameter.register_post_accumulate_grad_hook(self._accumulator(name))
             self._hooks.append(hook)
         # norms and biases are not decayed
         decayed = [m for m in self.masters.values() if m.ndim >= 2]

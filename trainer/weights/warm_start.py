@@ -168,7 +168,7 @@ def imitate(
             groups.append((encode_prompt(row.engine_prompt, tokenizer, vocab_size), [completion]))
         pack = build_pack(groups, layer, module.device, row_multiple=numerics.row_multiple)
         loss = -score_tokens(view, pack, SamplingParams()).logprobs.mean()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step(learning_rate(optim, step, config.warm_start_steps))
         if (step + 1) % 100 == 0:
             logger.info("warm start: step %d/%d  loss %.3f", step + 1, config.warm_start_steps, loss.item())
