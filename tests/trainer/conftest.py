@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hydra._internal import utils as hydra_utils
 
 from caches import cache_with_kernels
 from trainer.__main__ import main
@@ -26,6 +27,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def command(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Command]:
     """Run the command in this process: exit status and standard error."""
+    # Hydra takes any trace function, that of coverage too, for a debugger's, and then raises what it would report
+    monkeypatch.setattr(hydra_utils, "is_under_debugger", lambda: False)
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
 
