@@ -14,6 +14,12 @@ from trainer.__main__ import main
 Command = Callable[..., tuple[int, str]]
 
 
+@pytest.fixture(autouse=True)
+def no_debugger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hydra takes any trace function, that of coverage too, for a debugger's, and then raises what it would report."""
+    monkeypatch.setattr(hydra_utils, "is_under_debugger", lambda: False)
+
+
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder to start from, with a cache of its own beside it."""
@@ -27,8 +33,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def command(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Command]:
     """Run the command in this process: exit status and standard error."""
-    # Hydra takes any trace function, that of coverage too, for a debugger's, and then raises what it would report
-    monkeypatch.setattr(hydra_utils, "is_under_debugger", lambda: False)
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
 
