@@ -111,7 +111,7 @@ def record(family: str, dtype: str, kernels: str) -> Digests:
     with tempfile.TemporaryDirectory() as folder:
         cache, kept = Path(folder) / "cache", cache_directory() / "kernels"
         cache.mkdir()
-        if kept.exists():  # compiled once; the warm start is made anew
+        if kept.exists():  # compiled once; the warm start is run again
             (cache / "kernels").symlink_to(kept.absolute())
         environment = os.environ | {
             "COWROLL_KERNELS": kernels, "COWROLL_CACHE": str(cache), "OMP_NUM_THREADS": "2",

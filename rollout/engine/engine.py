@@ -252,7 +252,7 @@ class RolloutEngine:
             self._core.drain()
 
     def release_memory(self) -> int:
-        """Give the KV pool back to the device's allocator (to the system, on a CPU); returns its bytes."""
+        """Free the KV pool (on a CPU, to the system); returns its bytes."""
         with self._core.turn():
             cache = self._core.ready().cache
             if self.scheduler.has_begun:
@@ -262,7 +262,7 @@ class RolloutEngine:
             return cache.num_bytes
 
     def restore_memory(self) -> None:
-        """Take the KV pool again after release_memory()."""
+        """Allocate the KV pool again after release_memory()."""
         with self._core.turn():
             cache = self._core.opened().cache
             if cache.released:

@@ -119,7 +119,7 @@ def failure(error: BaseException) -> RolloutError:
 
 @dataclass
 class BadPrompt:
-    """Stands in the place of a request whose prompt cannot be run, for on_error="return"."""
+    """Stands in for a request whose prompt cannot be run, for on_error="return"."""
 
     key: int
     seed: int

@@ -29,7 +29,7 @@ def fork(
 
 
 def force(core: EngineCore, handle: RolloutHandle, index: int, ids: Seq[int]) -> None:
-    """Put tokens that were not drawn behind a running completion; it goes on behind them.
+    """Append tokens that were not sampled to a running completion, which continues after them.
 
     They count for max_new_tokens, and an end token among them ends nothing. Raises RolloutError if the completion has
     not drawn a token yet or has ended, if an id is not one of the model's, or if there is no room for them and for a

@@ -1,4 +1,4 @@
-"""Runs what the scheduler planned: block copies, one forward, one draw."""
+"""Runs what the scheduler planned: block copies, one forward, sampling."""
 
 from collections.abc import Sequence as Seq
 

@@ -115,7 +115,7 @@ def trim() -> None:
 
 
 def reset_peak(device: torch.device) -> bool:
-    """Start peak_bytes() anew from now; False where the system does not let us, so that it counts from the start."""
+    """Reset peak_bytes() to the present use; False where the system does not let us: it counts from the start then."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return True

@@ -31,7 +31,7 @@ _DEPTHS = (2, 4)
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of tensors made and not yet freed while it is active, and their peak.
+    """Counts the bytes of tensors allocated and not yet freed while it is active, and their peak.
 
     What a library takes inside one operation is not seen, but for logsumexp's copy of its input.
     """
@@ -111,7 +111,7 @@ def training_peak(
     """Peak of `backward(view, pack)`: one micro-batch's forward and backward through a training view.
 
     accumulated: whether an earlier micro-batch has left its gradients, so that all of them are there throughout.
-    Layers are alike, so a deep model is tried at two depths and the rest is extrapolated.
+    Layers are alike, so a deep model is run at two depths and extrapolated to its own.
     """
     depth = int(config.num_hidden_layers)
 
@@ -204,7 +204,7 @@ def rollout_peak(
     """Bytes that the largest prefill or decode iteration takes beside weights and KV.
 
     Decoding is taken at full length, with as many sequences as num_blocks holds and config.max_num_seqs allows, n of
-    them to a prompt of `prompt` tokens. Without gradients layers leave nothing behind, so two of them tell.
+    them to a prompt of `prompt` tokens. Without gradients layers leave nothing behind, so two of them suffice.
     """
     shallow = _shallow(model_config, min(2, model_config.num_hidden_layers))
     cache = KVCache(LayerGroup.of(shallow, dtype), num_blocks, config.block_size, META)

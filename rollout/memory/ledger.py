@@ -43,7 +43,7 @@ class LedgerRow:
 
     @classmethod
     def resident(cls, name: str, size: int) -> "LedgerRow":
-        """What stays: in both columns."""
+        """What is resident counts in both columns."""
         return cls(name, size, size)
 
 

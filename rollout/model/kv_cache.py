@@ -84,12 +84,12 @@ class KVCache:
         return self.keys.untyped_storage().nbytes() == 0
 
     def release(self) -> None:
-        """Give the storage back to the allocator; contents are lost, shapes stay."""
+        """Free the storage; contents are lost, shapes stay."""
         for tensor in (self.keys, self.values):
             tensor.untyped_storage().resize_(0)
 
     def restore(self) -> None:
-        """Take storage again, filled with zeros."""
+        """Allocate the storage again, zeroed."""
         for tensor in (self.keys, self.values):
             tensor.untyped_storage().resize_(tensor.nbytes)
             tensor.zero_()

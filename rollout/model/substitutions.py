@@ -1,4 +1,4 @@
-"""Modules that take the place of others in a view.
+"""Replacements of modules in a view.
 
 They hold the very parameters of what they stand in for, under the same names.
 """

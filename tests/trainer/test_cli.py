@@ -49,7 +49,7 @@ def _jsonl(path: Path, *lines: str) -> Path:
         (["steps=many"], "error: steps: "),
         (["optim.lr=fast"], "error: optim.lr: "),
         (["sampling.top_p=1.5"], "error: sampling.top_p=1.5: must be at most 1"),
-        (["algorithm.group_size=1"], "error: algorithm.group_size=1: must be at least 2"),
+        (["algorithm.group_size=1"], "error: algorithm.group_size=1: a rollout without others"),
         (["tracking.mode=loud"], "error: tracking.mode='loud': use one of offline, online, disabled"),
         (["rollout.device=cuda:x"], "error: rollout.device='cuda:x': "),
         (["task.eval_rows=4095"], "error: task.eval_rows=4095: "),

@@ -155,7 +155,7 @@ def test_what_rests_is_in_both_columns_and_the_rest_in_its_own() -> None:
         rollout_activations=50,
         capacity=1000,
         process=7,
-        heap_holes=0.5,
+        fragmentation=0.5,
         training=training,
         optimizer=OptimizerBytes(masters=20, moments=40),
         reference=10,
@@ -171,7 +171,7 @@ def test_what_rests_is_in_both_columns_and_the_rest_in_its_own() -> None:
         "KV pool": (2, 2),
         "state slots": (3, 3),
         "process": (7, 7),
-        "heap holes": (25, 200),
+        "heap fragmentation": (25, 200),
     }
     # 1 + 10 + 20 + 40 + 2 + 3 + 7 rest
     assert (ledger.rollout_peak, ledger.training_peak, ledger.missing) == (83 + 75, 83 + 600, 0)

@@ -114,7 +114,7 @@ def _drop(path: Path) -> None:
 
 
 def _drop_replaced(run_dir: Path, step: int, keep: int) -> None:
-    """With the checkpoint of `step` on the disk: remove those of steps done anew, and all but the last `keep`."""
+    """With the checkpoint of `step` on the disk: remove those of steps run again, and all but the last `keep`."""
     folders = _own_folders(run_dir)
     # the last first: stopped in between, the newest one left is whole, with all that led to it
     for path in [path for path, number in reversed(folders.items()) if number > step]:

@@ -29,8 +29,8 @@ from rollout.model import longest_sequence
 from trainer.config import ConfigError, TrainerConfig, sampling_params
 from trainer.weights.optimizer import MasterAdamW, OptimizerBytes
 
-_HEAP_HOLES = 0.3
-"""What the C library's heap keeps beside a step's tensors, as a share of them: 15 to 40 % were seen after steps."""
+_FRAGMENTATION = 0.3
+"""Of the C library's heap, as a share of a step's transient tensors: 15 to 40 % were seen after steps."""
 
 _NO_TRAINING, _NO_OPTIMIZER = TrainingPeak(), OptimizerBytes()
 
@@ -69,12 +69,12 @@ def build_ledger(
     optimizer: OptimizerBytes = _NO_OPTIMIZER,
     reference: int = 0,
     process: int = 0,
-    heap_holes: float = 0.0,
+    fragmentation: float = 0.0,
 ) -> Ledger:
     """The ledger of a colocated trainer and generator, in bytes; without an optimizer, of a generator alone.
 
     reference: a frozen copy of the weights. process: on a CPU, what interpreter and libraries hold, which shares the
-    machine's memory with the tensors. heap_holes: what the allocator keeps beside what comes and goes, as a share.
+    machine's memory with the tensors. fragmentation: the heap's, as a share of what is transient.
     """
     rows = [
         LedgerRow.resident("weights", weights),
@@ -87,9 +87,10 @@ def build_ledger(
         LedgerRow.resident("state slots", slots),
         LedgerRow.resident("process", process),
     ]
-    if heap_holes:
-        passing = training.gradients + training.activations
-        rows.append(LedgerRow("heap holes", int(heap_holes * rollout_activations), int(heap_holes * passing)))
+    if fragmentation:
+        transient = training.gradients + training.activations
+        lost = int(fragmentation * rollout_activations), int(fragmentation * transient)
+        rows.append(LedgerRow("heap fragmentation", *lost))
     return Ledger(rows, capacity)
 
 
@@ -129,7 +130,7 @@ def plan_memory(
         training=_training_peak(config, engine, shape, reference is not None),
         capacity=device_bytes(engine.device),
         process=max(0, used_bytes(engine.device) - held) if in_process(engine.device) else 0,
-        heap_holes=_HEAP_HOLES if in_process(engine.device) else 0.0,
+        fragmentation=_FRAGMENTATION if in_process(engine.device) else 0.0,
     )
     if ledger.missing:
         raise ConfigError(

@@ -119,7 +119,7 @@ def _temporary_folder() -> Path:
 
 
 def _store(module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, partial: Path, target: Path | None) -> Path:
-    """Write the model into `partial`; where that lies beside `target`, move it there, in the place of a damaged one."""
+    """Write the model into `partial`; where that lies beside `target`, move it there, replacing a damaged one."""
     with writing(partial):
         module.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
