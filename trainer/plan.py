@@ -5,6 +5,7 @@ Exit status: 0 it fits, 1 it does not, 2 an option that cannot be used, or not o
 
 import sys
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from transformers import PretrainedConfig
 
 from rollout import RolloutConfig, RolloutError, SamplingParams
 from rollout.memory import (
+    Adapt,
     Ledger,
     TrainingPeak,
     device_bytes,
@@ -35,6 +37,8 @@ from rollout.model import (
     read_config,
     resolve_device,
 )
+from trainer.config import AdapterConfig, ConfigError, LoraConfig
+from trainer.weights.adapter import check_peft, inject
 from trainer.weights.memory import build_ledger
 from trainer.weights.optimizer import MasterAdamW, OptimizerBytes
 
@@ -64,6 +68,8 @@ class PlanOptions:
     micro_batch_tokens: int = 4096
     """Packed tokens per forward and backward in training; a longer rollout goes alone."""
     gradient_checkpointing: bool = False
+    lora_rank: int = 0
+    """Rank of LoRA adapters in every linear layer but the head; left out: all weights are trained."""
     training: bool = True
     """Whether there is an optimizer beside the generator."""
 
@@ -140,14 +146,7 @@ def make_plan(options: PlanOptions) -> Plan:
     model_config = find_config(options.model)
     device = torch.device("cuda") if options.gpu else resolve_device("auto")
     total = parse_bytes(options.gpu) if options.gpu else device_bytes(device)
-    config = RolloutConfig(
-        block_size=options.block_size,
-        memory_fraction=options.fraction,
-        max_model_len=options.context or None,
-        max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens,
-        dtype=options.dtype,
-    )
+    config = _engine_config(options)
     context = longest_sequence(config, model_config)
     prompt = options.prompt or max(1, context // 4)
     if prompt >= context:
@@ -157,7 +156,8 @@ def make_plan(options: PlanOptions) -> Plan:
     numerics, groups = Numerics.of(device, dtype), layer_groups(model_config, dtype)
     (layer,) = groups
     num_blocks = pool_size(config, groups, context, total)
-    parameters = list(skeleton(model_config, dtype).parameters())
+    adapt = _adapt(options)
+    parameters = list(skeleton(model_config, dtype, adapt).parameters())
     ledger = build_ledger(
         weights=sum(p.nbytes for p in parameters),
         pool=(num_blocks + 1) * config.block_size * layer.bytes_per_token(),
@@ -172,6 +172,7 @@ def make_plan(options: PlanOptions) -> Plan:
             options.n,
             SamplingParams(),
             numerics,
+            adapt,
         ),
         training=_training_peak(options, model_config, dtype, numerics, layer, prompt, context - prompt),
         optimizer=MasterAdamW.bytes_for(parameters) if options.training else OptimizerBytes(),
@@ -184,6 +185,23 @@ def make_plan(options: PlanOptions) -> Plan:
         rollouts_apart=num_blocks // -(-context // config.block_size),
         rollouts_sharing=rollouts_that_fit(num_blocks, config.block_size, prompt, context, options.n),
     )
+
+
+def _engine_config(options: PlanOptions) -> RolloutConfig:
+    return RolloutConfig(
+        block_size=options.block_size,
+        memory_fraction=options.fraction,
+        max_model_len=options.context or None,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        dtype=options.dtype,
+    )
+
+
+def _adapt(options: PlanOptions) -> Adapt:
+    """Injects the adapter that the options ask for."""
+    chosen = LoraConfig(rank=options.lora_rank) if options.lora_rank else AdapterConfig()
+    return partial(inject, config=chosen)
 
 
 def _training_peak(
@@ -208,14 +226,17 @@ def _training_peak(
         numerics,
         gradient_checkpointing=options.gradient_checkpointing,
         accumulated=True,
+        adapt=_adapt(options),
     )
 
 
 def main(arguments: list[str]) -> int:
     try:
         options = parse_options(arguments)
+        if options.lora_rank:
+            check_peft()
         plan = make_plan(options)
-    except RolloutError as error:
+    except (RolloutError, ConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     block = show_bytes(options.block_size * plan.kv_bytes_per_token)

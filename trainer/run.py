@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 from torch import Tensor
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from rollout import RolloutEngine, RolloutError
 from rollout.memory import sized_for
@@ -20,6 +20,7 @@ from rollout.model import (
     load_model,
     load_tokenizer,
     read_config,
+    switch_adapter,
     tiny_config,
     tiny_tokenizer,
     training_view,
@@ -34,13 +35,15 @@ from trainer.evaluation import check_by
 from trainer.rewards.functions import check_functions, make_functions
 from trainer.rewards.scorer import Scorer
 from trainer.step import Trainer
-from trainer.storage import checkpoint
-from trainer.storage.digests import check_contents, model_contents, task_contents
+from trainer.storage import checkpoint, folders
+from trainer.storage.digests import base_contents, check_contents, model_contents, task_contents
 from trainer.storage.run_folder import RunFolder
 from trainer.storage.writing import WriteError, writing
 from trainer.tracking.collapse import CollapseWatch
 from trainer.tracking.timing import PhaseTimer
 from trainer.tracking.tracking import MetricsFile, SafeTracker, make_tracker
+from trainer.weights.adapter import check_adapter, inject
+from trainer.weights.generation import keep_special_ids
 from trainer.weights.memory import MemoryWatch, plan_memory, step_shape
 from trainer.weights.optimizer import MasterAdamW
 from trainer.weights.warm_start import warm_started_tiny
@@ -99,8 +102,8 @@ def _check_resume(config: TrainerConfig, run_dir: Path) -> tuple[Path | None, ch
     """The checkpoint to go on from and its state, if there is one; refuses to run over another run."""
     found = checkpoint.find_checkpoint(config.resume, run_dir)
     own = config.resume == "auto" or (found is not None and run_dir.resolve() in found.resolve().parents)
-    if not own and ((run_dir / "metrics.jsonl").exists() or checkpoint.list_checkpoints(run_dir)):
-        begun = checkpoint.list_checkpoints(run_dir)
+    if not own and ((run_dir / "metrics.jsonl").exists() or folders.list_checkpoints(run_dir)):
+        begun = folders.list_checkpoints(run_dir)
         remedy = "go on with resume=auto, or give another name=" if begun else "give another name="
         raise ConfigError(f"run_dir: {run_dir} holds a run already; {remedy}")
     if found is None:
@@ -133,11 +136,15 @@ def _prepare(config: TrainerConfig, folder: RunFolder) -> Run:
     timer = PhaseTimer()
     with timer.phase("load"):
         inputs = read_inputs(config, found, state)
+        check_adapter(config.adapter, inputs.described)
         check_limits(config, inputs.described, device, inputs.lengths["train"], inputs.lengths["eval"])
         directory = _model_directory(config, inputs.task, timer)
+        contents = inputs.contents | base_contents(config, None if state is None else state.contents, directory)
         module = load_model(directory, config.rollout.dtype, device)
-        _clean_generation_config(module)
-        reference = load_model(directory, config.rollout.dtype, device) if config.algorithm.kl_coef else None
+        keep_special_ids(module)
+        inject(module, config.adapter, seed=config.seed, base=directory)
+        apart = config.algorithm.kl_coef and config.adapter.kind == "none"
+        reference = load_model(directory, config.rollout.dtype, device) if apart else None
         shape = step_shape(config, module, inputs.lengths["train"] + inputs.lengths["eval"], len(inputs.task.eval_rows))
         sized = sized_for(config.rollout, module, shape.num_sequences, shape.prompt + shape.new)
         engine = RolloutEngine(module, inputs.tokenizer, sized)
@@ -147,7 +154,7 @@ def _prepare(config: TrainerConfig, folder: RunFolder) -> Run:
     logger.info("%s", ledger.render())
     folder.set_metrics_aside(found, start)
     values = _save_config(config, folder.path / "config.yaml")
-    view = None if reference is None else _frozen_view(engine, reference)
+    view = _reference_view(engine, reference) if config.algorithm.kl_coef else None
     rows = RowStream(inputs.task.train_rows, config.seed)
     trainer = Trainer(config, engine, optimizer, rows, inputs.scorer, reference=view, timer=timer)
     trainer.collector.num_refilled = 0 if state is None else state.num_refilled
@@ -155,7 +162,7 @@ def _prepare(config: TrainerConfig, folder: RunFolder) -> Run:
         config=config,
         folder=folder,
         task=inputs.task,
-        contents=inputs.contents,
+        contents=contents,
         prompts=inputs.prompts,
         tokenizer=inputs.tokenizer,
         trainer=trainer,
@@ -248,15 +255,13 @@ def _model_directory(config: TrainerConfig, task: Task, timer: PhaseTimer) -> Pa
         return warm_started_tiny(config.model, config.task, task, config.seed)
 
 
-def _frozen_view(engine: RolloutEngine, reference: PreTrainedModel) -> PreTrainedModel:
-    return training_view(reference.requires_grad_(False), engine.numerics, gradient_checkpointing=False)
-
-
-def _clean_generation_config(module: PreTrainedModel) -> None:
-    """Keep the special ids only: contradictory sampling defaults of a model would make every save fail."""
-    old = module.generation_config
-    ids = {name: getattr(old, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    module.generation_config = GenerationConfig(**{name: value for name, value in ids.items() if value is not None})
+def _reference_view(engine: RolloutEngine, copy: PreTrainedModel | None) -> PreTrainedModel:
+    """The initial weights: a frozen copy's, or, of an adapter, the module's own with the adapter off."""
+    if copy is not None:
+        return training_view(copy.requires_grad_(False), engine.numerics, gradient_checkpointing=False)
+    view = training_view(engine.module, engine.numerics, gradient_checkpointing=False)
+    switch_adapter(view, None)
+    return view
 
 
 def _directory_contents(config: TrainerConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:

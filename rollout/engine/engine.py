@@ -25,7 +25,7 @@ from rollout.memory.device import device_bytes, pool_size
 from rollout.model.kv_cache import KVCache, layer_groups
 from rollout.model.loading import longest_sequence, open_model
 from rollout.model.tokenizers import end_token_ids
-from rollout.model.views import check_shared, identify, make_view, training_view
+from rollout.model.views import Views
 from rollout.model.weights import WeightWatch, check_update
 from rollout.schedule.block_pool import BlockPool
 from rollout.schedule.scheduler import Scheduler
@@ -41,11 +41,10 @@ _BAR_DELAY = 5.0  # seconds before a progress bar shows
 class RolloutEngine:
     """Generates groups of rollouts from a model directory or from the caller's module.
 
-    A module is read through a view and never changed; after its weights changed in place, call weights_updated().
-    Any thread may call anything: steps, forks, new weights, releases and close() happen one at a time, in the order in
-    which they were asked for, and what a request brings goes to whoever made it. Results do not depend on the caller's
-    autocast, inference mode, default device or dtype; an engine runs with the number of torch threads that it was made
-    with. close() it after use.
+    A module is read through a view, and only use_adapter() changes it; after its weights changed in place, call
+    weights_updated(). Any thread may call anything: steps, forks, new weights, releases and close() happen one at a
+    time, in the order in which they were asked for, and what a request brings goes to whoever made it. The caller's
+    autocast, inference mode, default device and dtype, and later numbers of threads, change nothing. close() it.
     """
 
     @own_torch_state()
@@ -65,15 +64,14 @@ class RolloutEngine:
         num_blocks = pool_size(config, self.layer_groups, self.max_model_len, device_bytes(self.device))
         self._limits = Limits(self.module.config.vocab_size, self.max_model_len, num_blocks, config.block_size)
         self.numerics = decide_numerics(self.module, self.layer_group, config, self.max_model_len)
-
         self.pool = BlockPool(num_blocks, config.block_size)
         sizes = (config.max_num_seqs, config.max_num_batched_tokens, config.prefill_chunk_size)
         self.scheduler = Scheduler(self.pool, *sizes, prefix_cache=config.prefix_cache)
         self._warned = False
-        self._identity = identify(self.module)
+        self._views = Views(self.module)
         warn_if_slow(self.numerics.ops, self.device, self.dtype, self.numerics.num_threads)
         cache = KVCache(self.layer_group, num_blocks, config.block_size, self.device)
-        runner = ModelRunner(make_view(self.module, self.numerics), cache, config.max_num_seqs, self._limits.max_len)
+        runner = ModelRunner(self._views.rollout(self.numerics), cache, config.max_num_seqs, self._limits.max_len)
         watch, special = WeightWatch(self.module), config.skip_special_tokens
         self._core = EngineCore(self.scheduler, runner, watch, self.tokenizer, self.end_token_ids, special)
 
@@ -99,8 +97,8 @@ class RolloutEngine:
         key, its index and `purpose`, and on nothing else. keys: one per prompt, 0 .. 2**32 - 1; None: the prompt's
         place in this call. salt: prompts share cached KV only with those of the same salt. Raises RolloutError before
         any work if an input is bad; with on_error="return" a bad prompt (not a bad option) gets a group with `error`
-        set and one rollout of finish_reason "error", and the others run. progress: show a bar; None: on a terminal, in
-        long calls. on_group: told (place of the prompt, group) as soon as a prompt's last completion has ended.
+        and one rollout of finish_reason "error". progress: show a bar; None: in a long call on a terminal. on_group is
+        told (place of the prompt, group) when a prompt's last completion has ended.
         """
         call = self._call(prompts, n, sampling, RequestOptions(step, keys, purpose, salt, on_error))
         hidden = None if progress is None else not progress
@@ -124,8 +122,7 @@ class RolloutEngine:
         """Like generate_rollouts, but yields (place of the prompt, rollout) as soon as each rollout has ended.
 
         Inputs are checked at once. Dropping the iterator aborts what is left of its own and gives the blocks back. Any
-        number of iterators and calls may be in progress, one inside another or in several threads: each gets its own
-        rollouts, whoever steps, and the same as without company.
+        number of iterators and calls may be in progress, nested or in threads: each gets its own, as without company.
         """
         return self._call(prompts, n, sampling, RequestOptions(step, keys, purpose, salt, on_error)).rollouts()
 
@@ -138,7 +135,7 @@ class RolloutEngine:
     ) -> Call:
         """Everything is checked; nothing is submitted yet."""
         self._core.ready()
-        check_shared(self.module, self._identity)
+        self._views.check()
         requests = make_requests(prompts, n, sampling, options, self.tokenizer, self._limits)
         shortage = self._limits.shortage(requests)
         if shortage and not self._warned:
@@ -171,10 +168,10 @@ class RolloutEngine:
     def step(self) -> list[tuple[RolloutHandle, Rollout]]:
         """One iteration: plan, run, append. Waits while another thread steps or changes something.
 
-        What happens goes to the handles and iterators that it belongs to, whoever steps. Returns, for convenience, the
-        completions that ended in this very step, whoever submitted them. An error or an interrupt in it ends every
-        request, gives every block back and leaves the engine usable; the owners of requests, in whatever thread, get a
-        RolloutError with it as the cause. Raises RolloutError inside a step (in a hook of the model).
+        What happens goes to the handles and iterators that it belongs to. Returns, for convenience, all completions
+        that ended in this very step. An error or an interrupt in it ends every request, gives every block back and
+        leaves the engine usable; owners of requests, in whatever thread, get a RolloutError with it as the cause, and
+        so does whoever calls it inside a step (in a hook of the model).
         """
         return self._core.step()
 
@@ -192,9 +189,8 @@ class RolloutEngine:
         """Fork a running completion where it stands, between steps; the fork goes on by itself.
 
         It shares every block until either writes to it. Its completion holds what the parent had drawn; `sampling`
-        (None: the parent's; max_new_tokens counts from the prompt on) and `key` (None: the parent's) govern what
-        comes. Its rollout index, a part of its random numbers' counter, is n for a request's first fork, then n + 1,
-        and so on, forks of forks included.
+        (None: the parent's; max_new_tokens counts from the prompt on) and `key` (None: the parent's) govern what comes.
+        A request's forks, and theirs, have rollout indices n, n + 1, ..., which their random numbers depend on.
         """
         return fork(self._core, handle, index, sampling, key, self._limits.max_len)
 
@@ -216,14 +212,13 @@ class RolloutEngine:
 
         KV of earlier versions cannot be found any more. Requests that wait run under the new weights. If some have
         begun: "refuse" raises, "abort" ends them; "drain" is refused, since their weights are gone (drain() before).
-        The engine cannot hold up who writes into the weights: a write while another thread steps, or while requests
-        have begun, ends them with an error at the next look (after and before every step) where it is one of those
-        that are noticed, an optimizer's or a torch operation's. update_weights() waits for its turn instead.
+        A write by an optimizer or a torch operation while requests have begun, or another thread steps, is noticed
+        after and before every step, and ends them with an error. update_weights() waits for its turn instead.
         """
         with self._core.turn():
             self._core.opened()
             self._core.watch.refuse_mixed()
-            check_shared(self.module, self._identity)
+            self._views.check()
             if running == "drain" and self.scheduler.has_begun:
                 raise RolloutError(
                     'running="drain": the old weights are gone already; call drain() before changing them'
@@ -235,15 +230,27 @@ class RolloutEngine:
     def update_weights(self, tensors: Mapping[str, Tensor], running: WhileRunning = "refuse") -> None:
         """Copy new weights, by state-dict name, into the tensors that the engine reads (the caller's, if it shares).
 
-        From any thread, between steps. All or nothing: names, shapes and values are checked first. After an interrupt
-        in the copying, requests are refused until an update has succeeded. `running`: what to do with requests that
-        have begun; "drain" lets them end under the old weights.
+        From any thread. All or nothing: names, shapes and values are checked first. After an interrupt in the copying,
+        requests are refused until an update has succeeded. `running`: "drain" lets those that have begun end before it.
         """
         with self._core.turn():
             self._core.opened()
             copies = check_update(self.module, tensors)
             self._core.settle(running)
             self._core.watch.replace(copies)
+            self._core.set_policy_version(self.policy_version + 1)
+
+    def use_adapter(self, name: str | None, running: WhileRunning = "refuse") -> None:
+        """Compute with the module's adapter of this name alone, or, None, without any: a weight change like others.
+
+        Module and views follow; requires_grad stays. Adapters are peft's, injected before the engine was made.
+        `running`: as in update_weights().
+        """
+        with self._core.turn():
+            self._core.opened()
+            self._views.check_adapter(name)
+            self._core.settle(running)
+            self._views.switch_adapter(name)
             self._core.set_policy_version(self.policy_version + 1)
 
     def drain(self) -> None:
@@ -264,14 +271,12 @@ class RolloutEngine:
     def restore_memory(self) -> None:
         """Allocate the KV pool again after release_memory()."""
         with self._core.turn():
-            cache = self._core.opened().cache
-            if cache.released:
-                cache.restore()
+            self._core.opened().cache.restore()
 
     @own_torch_state()
     def training_view(self, *, gradient_checkpointing: bool = False) -> PreTrainedModel:
         """The module that a loss runs through to see this engine's log-probs bit for bit; same parameters."""
-        return training_view(self.module, self.numerics, gradient_checkpointing=gradient_checkpointing)
+        return self._views.training(self.numerics, gradient_checkpointing=gradient_checkpointing)
 
     def fall_back(self, reason: str) -> None:
         """From now on generator and trainer are not taken to agree in every bit."""
@@ -281,14 +286,10 @@ class RolloutEngine:
     def stats(self) -> EngineStats:
         """Sizes, gauges, peaks and counters of now."""
         core = self._core
-        held = 0 if core.runner is None else core.runner.cache.held_bytes
-        return collect(self.scheduler, core.meter, self.numerics, pool_bytes=held, num_waiting=core.num_waiting)
+        return collect(self.scheduler, core.meter, self.numerics, core.runner, core.num_waiting)
 
     def close(self) -> None:
-        """Free the KV pool and the view. Closing twice is fine; generating afterwards is an error.
-
-        Calls and iterators in other threads end with a RolloutError.
-        """
+        """Free the KV pool and the view, once or twice; calls and iterators in other threads end with an error."""
         with self._core.turn():
             self._core.close()
 

@@ -17,6 +17,7 @@ from rollout.config import RolloutConfig, SamplingParams
 from rollout.errors import ExactnessError, RolloutError
 from rollout.forward.packing import build_pack
 from rollout.forward.runner import ModelRunner
+from rollout.model.adapters import stir_adapters
 from rollout.model.families import family_named
 from rollout.model.kv_cache import KVCache, LayerGroup
 from rollout.model.numerics import Numerics
@@ -117,6 +118,8 @@ def probe(module: PreTrainedModel, group: LayerGroup, block_size: int, max_len: 
     """Compare decoding, packing and transformers' own forward on a few random tokens."""
     device = next(module.parameters()).device
     groups = _probe_tokens(module.config, max_len)
+    module = bare_view(module)
+    stir_adapters(module)
     view = make_view(module, numerics)
     num_blocks = sum(2 + (len(p) + max(map(len, cs))) // block_size * (len(cs) + 1) + 2 * len(cs) for p, cs in groups)
     cache = KVCache(group, num_blocks, block_size, device)

@@ -8,6 +8,7 @@ from weakref import WeakSet
 
 import numpy as np
 
+from rollout.forward.runner import ModelRunner
 from rollout.model.numerics import Numerics
 from rollout.schedule.scheduler import Scheduler
 from rollout.schedule.sequence import Sequence
@@ -161,16 +162,16 @@ class Meter:
 
 
 def collect(
-    scheduler: Scheduler, meter: Meter, numerics: Numerics, *, pool_bytes: int, num_waiting: int
+    scheduler: Scheduler, meter: Meter, numerics: Numerics, runner: ModelRunner | None, num_waiting: int
 ) -> EngineStats:
-    """Everything that can be said of an engine now."""
+    """Everything that can be said of an engine now; one that is closed has no runner."""
     pool, window = scheduler.pool, meter.window
     return EngineStats(
         num_blocks=pool.num_blocks,
         num_free_blocks=pool.num_free_blocks,
         num_cached_blocks=pool.cache.num_idle,
         block_size=pool.block_size,
-        pool_bytes=pool_bytes,
+        pool_bytes=0 if runner is None else runner.cache.held_bytes,
         num_running=len(scheduler.running),
         num_waiting=num_waiting,
         peak_blocks_used=window.peak_used,

@@ -60,7 +60,7 @@ def score_tokens(
                 return logprobs, entropy(z if entropy_gradient else z.detach(), kept)
 
     # so that there is a backward where only the head has gradients; its weight itself would have its hooks called
-    anchor = torch.zeros((), device=hidden.device, requires_grad=head.weight.requires_grad)
+    anchor = torch.zeros((), device=hidden.device, requires_grad=head.trained)
     rows = chunk_rows(head.weight.shape[0])
     logprobs, entropies = _InChunks.apply(hidden, anchor, score, rows)  # type: ignore[no-untyped-call]
     return TokenScores(logprobs[:count], entropies[:count] if entropy_gradient else entropies[:count].detach())

@@ -13,6 +13,7 @@ from rollout.memory.device import (
     used_bytes,
 )
 from rollout.memory.estimate import (
+    Adapt,
     TrainingPeak,
     rollout_peak,
     score_and_backward,
@@ -23,6 +24,7 @@ from rollout.memory.estimate import (
 from rollout.memory.ledger import Ledger, LedgerRow, parse_bytes, show_bytes
 
 __all__ = [
+    "Adapt",
     "Ledger",
     "LedgerRow",
     "TrainingPeak",

@@ -72,10 +72,19 @@ class LiveBytes(TorchDispatchMode):
         self.live -= size
 
 
-def skeleton(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+Adapt = Callable[[PreTrainedModel], object]
+"""What is done to a model before it runs: an adapter injected."""
+
+
+def _as_it_is(model: PreTrainedModel) -> None:
+    """Without an adapter."""
+
+
+def skeleton(config: PretrainedConfig, dtype: torch.dtype, adapt: Adapt = _as_it_is) -> PreTrainedModel:
     """The model that a config describes, without weights."""
     with META:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    adapt(model)
     return model
 
 
@@ -107,6 +116,7 @@ def training_peak(
     *,
     gradient_checkpointing: bool,
     accumulated: bool,
+    adapt: Adapt = _as_it_is,
 ) -> TrainingPeak:
     """Peak of `backward(view, pack)`: one micro-batch's forward and backward through a training view.
 
@@ -116,7 +126,7 @@ def training_peak(
     depth = int(config.num_hidden_layers)
 
     def at(num_layers: int) -> TrainingPeak:
-        model = skeleton(_shallow(config, num_layers), dtype)
+        model = skeleton(_shallow(config, num_layers), dtype, adapt)
         # what attention works out once per pack and keeps
         fresh = replace(pack, plan=replace(pack.plan))
         view = training_view(model, numerics, gradient_checkpointing=gradient_checkpointing)
@@ -126,7 +136,7 @@ def training_peak(
 
     if depth <= _DEPTHS[1]:
         return at(depth)
-    everything = sum(4 * p.numel() for p in skeleton(config, dtype).parameters())
+    everything = sum(4 * p.numel() for p in skeleton(config, dtype, adapt).parameters() if p.requires_grad)
     low, high = (at(num_layers) for num_layers in _DEPTHS)
 
     def extrapolated(a: int, b: int) -> int:
@@ -200,6 +210,7 @@ def rollout_peak(
     n: int,
     sampling: SamplingParams,
     numerics: Numerics,
+    adapt: Adapt = _as_it_is,
 ) -> int:
     """Bytes that the largest prefill or decode iteration takes beside weights and KV.
 
@@ -208,7 +219,7 @@ def rollout_peak(
     """
     shallow = _shallow(model_config, min(2, model_config.num_hidden_layers))
     cache = KVCache(LayerGroup.of(shallow, dtype), num_blocks, config.block_size, META)
-    view = make_view(skeleton(shallow, dtype), numerics)
+    view = make_view(skeleton(shallow, dtype, adapt), numerics)
     runner = ModelRunner(view, cache, config.max_num_seqs, prompt + new)
     pool = BlockPool(num_blocks, config.block_size)
     families = _full_families(pool, config.max_num_seqs, prompt, new, n, sampling)

@@ -1,6 +1,7 @@
 """The model as the engine runs it: read from disk, views over the caller's tensors, KV storage."""
 
 from rollout.manifest import MANIFEST, find_damage, flush, flush_directory, write_manifest
+from rollout.model.adapters import switch_adapter
 from rollout.model.builtin import build_tiny, tiny_config, tiny_tokenizer
 from rollout.model.files import find_directory
 from rollout.model.kv_cache import LayerGroup, layer_groups
@@ -35,6 +36,7 @@ __all__ = [
     "model_shapes",
     "read_config",
     "resolve_device",
+    "switch_adapter",
     "tiny_config",
     "tiny_tokenizer",
     "training_view",

@@ -89,8 +89,8 @@ class KVCache:
             tensor.untyped_storage().resize_(0)
 
     def restore(self) -> None:
-        """Allocate the storage again, zeroed."""
-        for tensor in (self.keys, self.values):
+        """Allocate the storage again, zeroed, if it was given back."""
+        for tensor in (self.keys, self.values) if self.released else ():
             tensor.untyped_storage().resize_(tensor.nbytes)
             tensor.zero_()
 

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -79,7 +80,8 @@ def open_model(
 def check_module(module: nn.Module) -> PreTrainedModel:
     """Refuse a module that is not a causal language model of a supported kind."""
     if not isinstance(module, PreTrainedModel) or "logits_to_keep" not in inspect.signature(module.forward).parameters:
-        raise RolloutError(f"{type(module).__name__} is not a causal language model of transformers")
+        remedy = ": pass its get_base_model(), which has the adapter inside" if hasattr(module, "peft_config") else ""
+        raise RolloutError(f"{type(module).__name__} is not a causal language model of transformers{remedy}")
     check_config(module.config)
     dtypes = {p.dtype for p in module.parameters()}
     if len(dtypes) > 1 or not dtypes <= {torch.float32, torch.bfloat16}:
@@ -163,16 +165,14 @@ def load_model(path: str | Path, dtype: str = "auto", device: torch.device | str
     directory = check_directory(path, needs_tokenizer=False)
     config = read_config(directory)
     _check_weights(directory, config)
-    if (directory / "adapter_config.json").exists():
-        logger.warning("model directory %s has an adapter_config.json: the adapter is not applied", directory)
     device = torch.device(device)
     wanted = default_dtype(config.dtype, device) if dtype == "auto" else getattr(torch, dtype)
     if dtype == "auto" and config.dtype is not None and config.dtype != wanted:
         logger.warning("model is stored in %s; dtype=auto runs it in %s", config.dtype, wanted)
     # `.to(bfloat16)` after loading would round the rotary frequencies too
-    with reading(f"{where_is(path)} does not load"), _transformers_quiet():
+    with reading(f"{where_is(path)} does not load"), _transformers_quiet(), _without_adapter(directory) as plain:
         model, info = AutoModelForCausalLM.from_pretrained(
-            directory,
+            plain,
             config=config,
             dtype=wanted,
             local_files_only=True,
@@ -180,6 +180,7 @@ def load_model(path: str | Path, dtype: str = "auto", device: torch.device | str
             ignore_mismatched_sizes=True,  # reported below, with the others
         )
     _check_loaded(info, path)
+    model.name_or_path = str(directory)
     model = check_module(model).to(device).eval()
     for name, parameter in model.named_parameters():
         if not torch.stack(parameter.detach().aminmax()).isfinite().all():
@@ -235,6 +236,20 @@ def _check_loaded(info: dict[str, Any], path: str | Path) -> None:
         )
     if surplus:
         logger.warning("weights in %s that the model does not use: %s", path, surplus[:5])
+
+
+@contextmanager
+def _without_adapter(directory: Path) -> Iterator[Path]:
+    """The directory, or links to all that it has but an adapter: transformers would apply that if peft is installed."""
+    if not (directory / "adapter_config.json").exists():
+        yield directory
+        return
+    logger.warning("model directory %s has an adapter_config.json: the adapter is not applied", directory)
+    with TemporaryDirectory() as folder:
+        for path in directory.iterdir():
+            if not path.name.startswith("adapter_"):
+                (Path(folder) / path.name).symlink_to(path.resolve())
+        yield Path(folder)
 
 
 @contextmanager

@@ -7,14 +7,14 @@ from typing import Self
 import torch
 from transformers import PreTrainedModel
 
-from rollout.model.substitutions import fuse, substitute_silu
+from rollout.model.substitutions import fuse, substitute_narrow, substitute_silu
 from rollout_kernels.ops import Ops, choose
 from rollout_kernels.shapes import ROW_MULTIPLE
 
 Substitution = Callable[[PreTrainedModel, Ops], None]
 """Replaces modules of a view in place."""
 
-EXACT: tuple[Substitution, ...] = (substitute_silu, fuse)
+EXACT: tuple[Substitution, ...] = (substitute_silu, fuse, substitute_narrow)
 INEXACT: tuple[Substitution, ...] = (fuse,)
 
 

@@ -12,6 +12,7 @@ from transformers.activations import ACT2FN
 from rollout.model.families import FAMILIES
 from rollout_kernels.ops import Ops
 from rollout_kernels.reference.activations import SiLU
+from rollout_kernels.reference.linear import narrow_linear
 
 _NORMS = tuple(family.norm for family in FAMILIES.values())
 _MLPS = tuple(family.mlp for family in FAMILIES.values())
@@ -27,6 +28,17 @@ class FusedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x, self.weight, self.bias)
+
+
+class NarrowLinear(nn.Module):
+    """Stands in for a linear layer of few outputs, without a bias."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.weight = layer.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return narrow_linear(x, self.weight)
 
 
 class FusedRMSNorm(nn.Module):
@@ -66,6 +78,11 @@ class HeadTap(nn.Module):
     def head(self) -> Any:
         """What it stands in for."""
         return self._kept[0]
+
+    @property
+    def trained(self) -> bool:
+        """Whether some parameter of it, an adapter's perhaps, takes gradients."""
+        return any(parameter.requires_grad for parameter in self.head.parameters())
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden
@@ -107,3 +124,12 @@ def fuse(view: PreTrainedModel, ops: Ops) -> None:
                 setattr(module, name, FusedRMSNorm(child, ops))
             elif kind in _MLPS and "swiglu" in ops.own and isinstance(child.act_fn, _SILUS):
                 setattr(module, name, FusedMLP(child, ops))
+
+
+def substitute_narrow(view: PreTrainedModel, ops: Ops) -> None:
+    """Replace the first matrices of LoRA adapters where torch would run them: their bits depend on the row count."""
+    for module in view.modules():
+        first = getattr(module, "lora_A", None)
+        for name, child in first.items() if isinstance(first, nn.ModuleDict) else ():
+            if type(child) is nn.Linear and child.bias is None:
+                first[name] = NarrowLinear(child)

@@ -8,6 +8,7 @@ both, so that they compute the same bits. The caller's module itself is never ch
 import copy
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from rollout.errors import RolloutError
+from rollout.model.adapters import AdapterState, adapter_state, check_adapter, switch_adapter
 from rollout.model.kv_cache import KVCache
 from rollout.model.numerics import Numerics
 from rollout.model.substitutions import HeadTap, tap_head
@@ -152,23 +154,65 @@ def training_view(module: PreTrainedModel, numerics: Numerics, *, gradient_check
     return view
 
 
-Identity = dict[str, tuple[int, torch.dtype, torch.Size]]
+@dataclass(frozen=True)
+class Identity:
+    """Where a module's parameters and persistent buffers lie, what they are, and which adapters compute."""
+
+    tensors: dict[str, tuple[int, torch.dtype, torch.Size]]
+    adapters: AdapterState
 
 
 def identify(module: PreTrainedModel) -> Identity:
-    """Where a module's parameters and persistent buffers lie, and what they are."""
-    return {name: (t.data_ptr(), t.dtype, t.shape) for name, t in _shared_tensors(module).items()}
+    """Raises RolloutError if an adapter is merged."""
+    tensors = {name: (t.data_ptr(), t.dtype, t.shape) for name, t in _shared_tensors(module).items()}
+    return Identity(tensors, adapter_state(module))
 
 
-def check_shared(module: PreTrainedModel, expected: Identity) -> None:
-    """Raise if the caller's module no longer has the tensors that the views read."""
-    now = identify(module)
-    for name, identity in expected.items():
-        if now.get(name) != identity:
+class Views:
+    """A module and what an engine has made of it: views over the same tensors, which compute with the same adapters."""
+
+    def __init__(self, module: PreTrainedModel) -> None:
+        self.module = module
+        self._identity = identify(module)
+        self._made: WeakSet[PreTrainedModel] = WeakSet()
+
+    def rollout(self, numerics: Numerics) -> PreTrainedModel:
+        """A view to generate with."""
+        view = make_view(self.module, numerics)
+        self._made.add(view)
+        return view
+
+    def training(self, numerics: Numerics, *, gradient_checkpointing: bool) -> PreTrainedModel:
+        """A view that the loss runs through."""
+        view = training_view(self.module, numerics, gradient_checkpointing=gradient_checkpointing)
+        self._made.add(view)
+        return view
+
+    def check(self) -> None:
+        """Raise if the module no longer has the tensors that the views read, or computes with other adapters."""
+        now = identify(self.module)
+        if now.adapters != self._identity.adapters:
             raise RolloutError(
-                f"{name} is no longer the tensor that the engine reads (replaced by .to(), .data = or a resize): update"
-                " weights in place, or make a new engine"
+                "the module's adapters have changed under the engine: switch with engine.use_adapter(name), and make a"
+                " new engine after one was injected or deleted"
             )
+        for name, identity in self._identity.tensors.items():
+            if now.tensors.get(name) != identity:
+                raise RolloutError(
+                    f"{name} is no longer the tensor that the engine reads (replaced by .to(), .data = or a resize):"
+                    " update weights in place, or make a new engine"
+                )
+
+    def check_adapter(self, name: str | None) -> None:
+        """Raise unless the adapter is there, in the module and so in the views."""
+        self.check()
+        check_adapter(self.module, name)
+
+    def switch_adapter(self, name: str | None) -> None:
+        """Have module and views compute with one adapter, or none; see rollout.model.adapters."""
+        for tree in (self.module, *self._made):
+            switch_adapter(tree, name)
+        self._identity = identify(self.module)
 
 
 def head_of(view: PreTrainedModel) -> HeadTap:

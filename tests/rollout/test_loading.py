@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -293,8 +294,21 @@ def test_an_adapter_beside_whole_weights_is_said_not_to_be_applied(
     (directory / "adapter_config.json").write_text("{}")
     save_file({"base_model.model.x": torch.zeros(1)}, directory / "adapter_model.safetensors")
     with caplog.at_level(logging.WARNING, "rollout"):
-        load_model(directory)
+        model = load_model(directory)
     assert f"model directory {directory} has an adapter_config.json: the adapter is not applied" in caplog.text
+    assert model.name_or_path == str(directory)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_an_adapter_of_peft_s_beside_whole_weights_is_not_applied(directory: Path) -> None:
+    """transformers would, where peft is installed."""
+    expected = load_model(directory)
+    get_peft_model(load_model(directory), LoraConfig(init_lora_weights=False)).save_pretrained(directory)
+    assert (directory / "adapter_model.safetensors").exists()
+    loaded = load_model(directory)
+    assert loaded.state_dict().keys() == expected.state_dict().keys()
+    ids = torch.arange(9)[None]
+    assert torch.equal(loaded(input_ids=ids).logits, expected(input_ids=ids).logits)
 
 
 def test_a_missing_shard_is_named(directory: Path) -> None:

@@ -18,9 +18,10 @@ import tiny_models
 from rollout.manifest import find_damage
 from rollout.model.loading import load_model
 from trainer.config import ConfigError, OptimConfig
-from trainer.storage import checkpoint
+from trainer.storage import checkpoint, folders
 from trainer.storage.checkpoint import TrainerState
 from trainer.storage.writing import WriteError
+from trainer.weights.generation import keep_special_ids
 from trainer.weights.optimizer import MasterAdamW
 
 KEYS = {"optim.lr": 0.1, "sampling.stop_token_ids": [1, 2]}
@@ -74,7 +75,7 @@ def test_only_the_last_checkpoints_are_kept_and_the_newest_is_found(tmp_path: Pa
     model, optimizer = _stepped("llama", torch.float32)
     for step in (2, 10, 100):
         _save(tmp_path, step, model, optimizer)
-    assert [path.name for path in checkpoint.list_checkpoints(tmp_path)] == ["step-000010", "step-000100"]
+    assert [path.name for path in folders.list_checkpoints(tmp_path)] == ["step-000010", "step-000100"]
     found = checkpoint.find_checkpoint("auto", tmp_path)
     assert found == checkpoint.find_checkpoint(str(tmp_path), Path("elsewhere")) == tmp_path / "checkpoints/step-000100"
     assert checkpoint.find_checkpoint("auto", tmp_path / "new") is None
@@ -95,7 +96,7 @@ def test_a_crash_while_writing_leaves_the_earlier_one(tmp_path: Path, monkeypatc
             _save(tmp_path, 4, model, optimizer)
     assert checkpoint.find_checkpoint("auto", tmp_path) == first
     _save(tmp_path, 4, model, optimizer)  # what the crash left behind is in nobody's way
-    assert [path.name for path in checkpoint.list_checkpoints(tmp_path)] == ["step-000002", "step-000004"]
+    assert [path.name for path in folders.list_checkpoints(tmp_path)] == ["step-000002", "step-000004"]
 
 
 @pytest.mark.parametrize(
@@ -143,11 +144,9 @@ def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
 
 
 def test_contradictory_sampling_defaults_do_not_block_saving(tmp_path: Path) -> None:
-    from trainer.run import _clean_generation_config
-
     model, optimizer = _stepped("llama", torch.float32)
     model.generation_config.update(do_sample=False, temperature=0.9, top_p=0.6, eos_token_id=[7, 9])
-    _clean_generation_config(model)
+    keep_special_ids(model)
     saved = _save(tmp_path, 1, model, optimizer)
     assert json.loads((saved / "model/generation_config.json").read_text())["eos_token_id"] == [7, 9]
 
@@ -166,7 +165,7 @@ def test_folders_of_other_names_are_neither_checkpoints_nor_deleted(tmp_path: Pa
     for name in FOREIGN:
         shutil.copytree(first, first.with_name(name))
     first.with_name("step-000099").write_text("a file")
-    assert checkpoint.list_checkpoints(tmp_path) == [first]
+    assert folders.list_checkpoints(tmp_path) == [first]
     second = _save(tmp_path, 6, *made, keep=1)
     assert checkpoint.find_checkpoint("auto", tmp_path) == second
     assert {path.name for path in second.parent.iterdir()} == {*FOREIGN, "step-000006", "step-000099"}
@@ -178,7 +177,7 @@ def test_steps_of_seven_digits_come_last(tmp_path: Path) -> None:
     made = _stepped("llama", torch.float32)
     for step in (999_999, 1_000_000):
         _save(tmp_path, step, *made)
-    assert [path.name for path in checkpoint.list_checkpoints(tmp_path)] == ["step-999999", "step-1000000"]
+    assert [path.name for path in folders.list_checkpoints(tmp_path)] == ["step-999999", "step-1000000"]
 
 
 def test_a_link_is_dropped_and_what_it_leads_to_stays(tmp_path: Path) -> None:
@@ -196,7 +195,7 @@ def test_a_save_drops_later_steps_and_never_itself(tmp_path: Path) -> None:
     for step in (2, 4, 6, 8):
         _save(tmp_path, step, *made, keep=9)
     _save(tmp_path, 3, *made, keep=2)
-    assert [path.name for path in checkpoint.list_checkpoints(tmp_path)] == ["step-000002", "step-000003"]
+    assert [path.name for path in folders.list_checkpoints(tmp_path)] == ["step-000002", "step-000003"]
 
 
 def test_a_step_saved_again_takes_the_first_one_s_place(tmp_path: Path) -> None:
@@ -415,4 +414,4 @@ def test_a_full_disk_leaves_the_earlier_checkpoint_and_nothing_half_written(tmp_
     assert list(first.parent.iterdir()) == [first]
     assert find_damage(first) is None
     _save(tmp_path, 2, *made)
-    assert [path.name for path in checkpoint.list_checkpoints(tmp_path)] == ["step-000001", "step-000002"]
+    assert [path.name for path in folders.list_checkpoints(tmp_path)] == ["step-000001", "step-000002"]

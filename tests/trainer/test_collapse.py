@@ -10,7 +10,7 @@ from runs import configure, hf_overrides, metrics_of, write_rows
 from trainer.config import StopConfig
 from trainer.loop import train
 from trainer.run import prepare
-from trainer.storage.checkpoint import list_checkpoints
+from trainer.storage.folders import list_checkpoints
 from trainer.tracking.collapse import CollapseError, CollapseWatch
 
 GOOD = {

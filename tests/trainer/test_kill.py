@@ -23,7 +23,7 @@ STEPS = 6
 REWARD = """
 import json, os, signal
 import trainer.loop, trainer.step
-from trainer.storage import checkpoint
+from trainer.storage import checkpoint, folders
 
 place, _, count = os.environ.get("KILL_AT", "never:0").partition(":")
 seen = {}
@@ -187,7 +187,7 @@ from pathlib import Path
 import torch
 import tiny_models
 from rollout.manifest import find_damage
-from trainer.storage import checkpoint
+from trainer.storage import checkpoint, folders
 from trainer.config import OptimConfig
 from trainer.weights.optimizer import MasterAdamW
 from trainer.storage.run_folder import RunFolder
@@ -202,7 +202,7 @@ def save(run_dir, step, keep):
 
 for step in (2, 4, 6):
     save(folder / "first", step, 3)
-(folder / "first" / checkpoint.METRICS_ASIDE).write_text("")
+(folder / "first" / folders.METRICS_ASIDE).write_text("")
 
 def die_at(count):
     seen = 0
@@ -224,7 +224,7 @@ def left_by(step, count):
         os._exit(0)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     RunFolder(str(run_dir)).close()
-    found = checkpoint.list_checkpoints(run_dir)
+    found = folders.list_checkpoints(run_dir)
     damages = [damage for damage in map(find_damage, found) if damage]
     hidden = [path.name for path in run_dir.rglob(".*")]
     print(json.dumps([step, status, [int(path.name[5:]) for path in found], damages + hidden]), flush=True)

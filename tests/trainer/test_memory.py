@@ -369,8 +369,9 @@ def run_command(folder: Path, *overrides: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_the_peak_of_the_default_run_is_known_before_it(tmp_path: Path) -> None:
-    summary = run_command(tmp_path, "steps=20")
+@pytest.mark.parametrize("more", [[], ["adapter=lora", "algorithm.kl_coef=0.01"]], ids=["all weights", "lora"])
+def test_the_peak_of_the_default_run_is_known_before_it(tmp_path: Path, more: list[str]) -> None:
+    summary = run_command(tmp_path, "steps=20", *more)
     assert summary["steps"] == 20
     assert summary["memory_predicted_bytes"] == pytest.approx(summary["memory_peak_bytes"], rel=0.15)
 

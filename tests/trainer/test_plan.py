@@ -76,6 +76,17 @@ def test_training_adds_masters_and_moments(eight_b: Path, capsys: pytest.Capture
     assert [show_bytes(size * EIGHT_B_PARAMETERS) for size in (4, 8)] == ["30.51 GiB", "61.03 GiB"]
 
 
+def test_a_plan_with_adapters_has_no_state_of_the_weights(eight_b: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """36 layers of 16 x 75,776: in and out of q and o 8,192 each, of k and v 5,120, of the MLP's three 16,384."""
+    small = ["context=64", "prompt=32", "n=2", "max_num_seqs=2", "micro_batch_tokens=96"]
+    assert main([f"model={eight_b}", "gpu=80GiB", "lora_rank=16", *small]) == 0
+    rows, count = table(capsys.readouterr().out), 36 * 16 * 75_776
+    assert rows["weights"] == (show_bytes(2 * (EIGHT_B_PARAMETERS + count)),) * 2
+    assert rows["fp32 masters"] == (show_bytes(4 * count),) * 2
+    assert rows["optimizer moments"] == (show_bytes(8 * count),) * 2
+    assert rows["fp32 gradients"] == ("0.0 MiB", show_bytes(4 * count))
+
+
 @pytest.mark.slow
 def test_the_plan_of_training_eight_billion_parameters_at_full_length(
     eight_b: Path, capsys: pytest.CaptureFixture[str]

@@ -21,7 +21,7 @@ from runs import configure, hf_overrides, metrics_of, run_once, weights_of, writ
 from trainer.config import ConfigError
 from trainer.loop import train
 from trainer.run import Run, prepare
-from trainer.storage import checkpoint
+from trainer.storage import folders
 from trainer.storage.writing import WriteError
 from trainer.tracking.tracking import read_metrics
 
@@ -208,15 +208,15 @@ def test_resuming_from_an_earlier_checkpoint_drops_the_later_ones_when_the_first
     names, first = [f"step-{step:06d}" for step in (2, 4, 6)], tmp_path / "checkpoints/step-000002"
     run = prepare(configure(tmp_path, *options, f"resume={first}"))
     run.close()
-    assert [path.name for path in checkpoint.list_checkpoints(tmp_path)] == names
+    assert [path.name for path in folders.list_checkpoints(tmp_path)] == names
     assert [line["step"] for line in metrics_of(run)] == [1, 2]
     # as if killed before step 3: nothing of the first time is lost
     assert metrics_of(run_once(tmp_path, *options, "resume=auto")) == before
     options[1] = "checkpoint.every=3"
     first_new = run_once(tmp_path, *options[1:], "steps=3", f"resume={first}")
-    assert [path.name for path in checkpoint.list_checkpoints(tmp_path)] == [names[0], "step-000003"]
+    assert [path.name for path in folders.list_checkpoints(tmp_path)] == [names[0], "step-000003"]
     assert metrics_of(first_new) == before[:3]
-    assert not (tmp_path / checkpoint.METRICS_ASIDE).exists()
+    assert not (tmp_path / folders.METRICS_ASIDE).exists()
 
 
 def test_another_runs_checkpoint_brings_its_metrics_along(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from trainer.config import ConfigError
-from trainer.storage import checkpoint
+from trainer.storage import folders
 from trainer.storage.run_folder import RunFolder
 
 HOLDER = """
@@ -112,7 +112,7 @@ def test_only_what_was_made_and_stayed_empty_is_removed_again(tmp_path: Path) ->
 
 
 def test_what_a_dead_process_left_half_done_is_finished(tmp_path: Path) -> None:
-    root = checkpoint.checkpoint_root(tmp_path)
+    root = folders.checkpoint_root(tmp_path)
     names = (".writing-000004", ".dropped-000001", ".replaced-000003", "step-000003", ".replaced-000002", ".mine")
     others = (".replaced-x", ".writing-mine", ".dropped-1", "step-best")
     for name in (*names, *others):
@@ -126,7 +126,7 @@ def test_what_a_dead_process_left_half_done_is_finished(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [".writing-000004", ".replaced-000003", ".dropped-1000000"])
 def test_file_in_the_place_of_half_a_checkpoint(tmp_path: Path, name: str) -> None:
-    path = checkpoint.checkpoint_root(tmp_path) / name
+    path = folders.checkpoint_root(tmp_path) / name
     path.parent.mkdir()
     path.write_text("mine")
     with pytest.raises(ConfigError, match=rf"^run_dir: {path} is no folder, .*; move it away$"):
@@ -139,7 +139,7 @@ def test_file_in_the_place_of_half_a_checkpoint(tmp_path: Path, name: str) -> No
 
 
 def test_link_left_in_the_place_of_half_a_checkpoint_goes_alone(tmp_path: Path) -> None:
-    root = checkpoint.checkpoint_root(tmp_path)
+    root = folders.checkpoint_root(tmp_path)
     (root / "step-000003").mkdir(parents=True)
     (root / ".replaced-000003").symlink_to(root / "step-000003")
     RunFolder(str(tmp_path)).close()
@@ -165,7 +165,7 @@ def test_metrics_past_the_checkpoint_are_kept_aside(
     tmp_path: Path, metrics: str, aside: str | None, start: int, begins: tuple[int, ...], kept: str | None
 ) -> None:
     (tmp_path / "metrics.jsonl").write_text(metrics)
-    path = tmp_path / checkpoint.METRICS_ASIDE
+    path = tmp_path / folders.METRICS_ASIDE
     if aside is not None:
         path.write_text(aside)
     folder = RunFolder(str(tmp_path))

@@ -2,7 +2,7 @@
 
 from trainer.config.algorithm_options import AlgorithmConfig, CispoConfig, ClippedConfig, SapoConfig
 from trainer.config.checks import parse_config, sampling_params, text_keys, trajectory_keys
-from trainer.config.model_options import HFModelConfig, ModelConfig, TinyModelConfig
+from trainer.config.model_options import AdapterConfig, HFModelConfig, LoraConfig, ModelConfig, TinyModelConfig
 from trainer.config.reward_options import (
     CustomRewardConfig,
     FunctionEntry,
@@ -26,6 +26,7 @@ from trainer.config.task_options import (
 from trainer.config.tracking_options import TrackingConfig, WandbConfig
 
 __all__ = [
+    "AdapterConfig",
     "AlgorithmConfig",
     "ArithmeticConfig",
     "CispoConfig",
@@ -37,6 +38,7 @@ __all__ = [
     "FunctionEntry",
     "FunctionsRewardConfig",
     "HFModelConfig",
+    "LoraConfig",
     "MathRewardConfig",
     "ModelConfig",
     "OptimConfig",

@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rollout import RolloutError, SamplingParams
 from trainer.config.algorithm_options import AlgorithmConfig
+from trainer.config.model_options import check_targets
 from trainer.config.reward_options import check_reward_options
 from trainer.config.schema import OPTIONS, TrainerConfig, default_option, every_key, options_with
 from trainer.config.setting import ConfigError
@@ -192,6 +193,7 @@ def _check_combinations(config: TrainerConfig) -> None:
         raise ConfigError(
             f"eval.samples={config.eval.samples}: greedy completions are all the same; set eval.temperature"
         )
+    check_targets(config.adapter)
     if config.sampling.temperature == 0.0:
         raise ConfigError("sampling.temperature=0.0: greedy rollouts of a group are all equal and teach nothing")
     if config.optim.beta1 == 1.0 or config.optim.beta2 == 1.0:

@@ -13,7 +13,7 @@ from omegaconf import MISSING
 
 from rollout import RolloutConfig
 from trainer.config.algorithm_options import ALGORITHMS, AlgorithmConfig, ClippedConfig
-from trainer.config.model_options import HFModelConfig, ModelConfig, TinyModelConfig
+from trainer.config.model_options import AdapterConfig, HFModelConfig, LoraConfig, ModelConfig, TinyModelConfig
 from trainer.config.reward_options import (
     CustomRewardConfig,
     FunctionsRewardConfig,
@@ -78,6 +78,7 @@ class TrainerConfig:
     resume: str | None = setting(None, trajectory=False)
     resume_changed: list[str] = setting([], trajectory=False)  # noqa: RUF009  it is no default, but makes one
     model: ModelConfig = field(default_factory=TinyModelConfig)
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
     task: TaskConfig = field(default_factory=ArithmeticConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     algorithm: AlgorithmConfig = field(default_factory=ClippedConfig)
@@ -92,6 +93,7 @@ class TrainerConfig:
 
 OPTIONS: dict[str, dict[str, type]] = {
     "model": {"tiny": TinyModelConfig, "hf": HFModelConfig},
+    "adapter": {"none": AdapterConfig, "lora": LoraConfig},
     "task": {
         "arithmetic": ArithmeticConfig,
         "dataset": DatasetConfig,

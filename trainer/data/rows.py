@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from rollout_kernels.philox import uniform53
 
-DATA_PURPOSE, SHUFFLE_PURPOSE, SPLIT_PURPOSE, WARM_START_PURPOSE, STYLE_PURPOSE, MINIBATCH_PURPOSE = range(16, 22)
+DATA_PURPOSE, SHUFFLE_PURPOSE, SPLIT_PURPOSE, WARM_START_PURPOSE, STYLE_PURPOSE = range(16, 21)
+MINIBATCH_PURPOSE, ADAPTER_PURPOSE = range(21, 23)
 """Keys of the counter-based generator, apart from those that rollouts draw from."""
 
 _SHOWN = 60

@@ -1,7 +1,7 @@
-"""Checkpoints: a model directory that transformers loads, and the trainer's own state beside it.
+"""Checkpoints: a model directory that transformers, or peft, loads, and the trainer's own state beside it.
 
     run_dir/checkpoints/step-000040/
-        model/                  config, safetensors, tokenizer
+        model/                  config, safetensors, tokenizer; of an adapter as peft saves it
         optimizer.safetensors   moments and masters, fp32
         prompts.safetensors     ids of all rows' prompts, rendered when the run began
         trainer.json            format_version, step, the keys and contents that decide the trajectory
@@ -13,7 +13,6 @@ replaces is removed after that. Nothing else has to be saved: data order and sam
 
 import json
 import logging
-import re
 import shutil
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
@@ -31,6 +30,16 @@ from rollout.model import flush as _flush
 from rollout.model import flush_directory as _flush_directory
 from trainer.config import ConfigError
 from trainer.config.schema import options_with
+from trainer.storage.folders import (
+    NAME,
+    REPLACED,
+    WRITING,
+    checkpoint_root,
+    drop_replaced,
+    list_checkpoints,
+    own_folders,
+)
+from trainer.storage.weights import kept_tensors, save_weights
 from trainer.storage.writing import writing
 from trainer.weights.optimizer import MasterAdamW, check_tensors
 
@@ -38,13 +47,6 @@ logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 3
 
-METRICS_ASIDE = "metrics.before-resume.jsonl"
-"""Metrics of steps that a resumed run does again, until its first checkpoint."""
-
-_NAME = re.compile(r"step-(\d{6}|[1-9]\d{6,})", re.ASCII)
-_WRITING, _REPLACED, _DROPPED = ".writing-", ".replaced-", ".dropped-"
-_LEFT = re.compile(r"\.(?:writing|replaced|dropped)-(?:\d{6}|[1-9]\d{6,})", re.ASCII)
-"""What a process that died may have left; anything else is somebody's."""
 _TASK_PATHS = {f"task.{name}" for name in ("path", "split", "subset", "eval_path", "eval_split", "few_shot", "tools")}
 _PATHS = _TASK_PATHS | {"model.path", "reward.path"}
 """Compared by what is in them, not by name."""
@@ -67,64 +69,6 @@ class TrainerState:
     format_version: int = FORMAT_VERSION
 
 
-# -- the folder ---------------------------------------------------------------------------------------------------
-
-
-def checkpoint_root(run_dir: Path) -> Path:
-    return run_dir / "checkpoints"
-
-
-def _own_folders(run_dir: Path) -> dict[Path, int]:
-    """Folders of the program's own names and their steps, the first first; `step-best` or a backup is somebody's."""
-    root = checkpoint_root(run_dir)
-    matches = [(path, _NAME.fullmatch(path.name)) for path in (root.iterdir() if root.is_dir() else ())]
-    steps = {path: int(match[1]) for path, match in matches if match is not None and path.is_dir()}
-    return dict(sorted(steps.items(), key=lambda item: item[1]))
-
-
-def list_checkpoints(run_dir: Path) -> list[Path]:
-    """Complete checkpoints of a run, the oldest first."""
-    return [path for path in _own_folders(run_dir) if (path / "trainer.json").is_file()]
-
-
-def recover(run_dir: Path) -> None:
-    """Finish what a process that died in the middle of it began; for the one process that has the folder."""
-    root = checkpoint_root(run_dir)
-    left = [path for path in (root.iterdir() if root.is_dir() else ()) if _LEFT.fullmatch(path.name)]
-    for path in left:
-        if not path.is_dir():
-            raise ConfigError(f"run_dir: {path} is no folder, and the run makes one of that name; move it away")
-    for path in left:
-        target = root / f"step-{path.name.rpartition('-')[2]}"
-        if path.name.startswith(_REPLACED) and not target.exists():
-            path.rename(target)
-        elif path.is_symlink():
-            path.unlink()
-        else:
-            shutil.rmtree(path)
-
-
-def _drop(path: Path) -> None:
-    """Remove a checkpoint; at no moment is there half of one under its name."""
-    if path.is_symlink():
-        path.unlink()
-        return
-    doomed = path.rename(path.with_name(path.name.replace("step-", _DROPPED)))
-    shutil.rmtree(doomed)
-
-
-def _drop_replaced(run_dir: Path, step: int, keep: int) -> None:
-    """With the checkpoint of `step` on the disk: remove those of steps run again, and all but the last `keep`."""
-    folders = _own_folders(run_dir)
-    # the last first: stopped in between, the newest one left is whole, with all that led to it
-    for path in [path for path, number in reversed(folders.items()) if number > step]:
-        _drop(path)
-    (run_dir / METRICS_ASIDE).unlink(missing_ok=True)
-    oldest = list_checkpoints(run_dir)[-keep:][0]
-    for path in [path for path, number in folders.items() if number < folders[oldest]]:
-        _drop(path)
-
-
 def save_checkpoint(
     run_dir: Path,
     state: TrainerState,
@@ -139,13 +83,13 @@ def save_checkpoint(
     Raises WriteError, with the earlier ones as they were, if it cannot be written.
     """
     root = checkpoint_root(run_dir)
-    target, partial = root / f"step-{state.step:06d}", root / f"{_WRITING}{state.step:06d}"
-    replaced = root / f"{_REPLACED}{state.step:06d}"
+    target, partial = root / f"step-{state.step:06d}", root / f"{WRITING}{state.step:06d}"
+    replaced = root / f"{REPLACED}{state.step:06d}"
     with writing(target):
         try:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-            module.save_pretrained(partial / "model")
+            save_weights(module, partial / "model")
             tokenizer.save_pretrained(partial / "model")
             tensors = {name: tensor.detach().contiguous() for name, tensor in optimizer.state_tensors().items()}
             save_file(tensors, partial / "optimizer.safetensors")
@@ -164,7 +108,7 @@ def save_checkpoint(
             raise
         _flush_directory(root)
         shutil.rmtree(replaced, ignore_errors=True)
-        _drop_replaced(run_dir, state.step, keep)
+        drop_replaced(run_dir, state.step, keep)
     return target
 
 
@@ -187,7 +131,7 @@ def find_checkpoint(resume: str | None, run_dir: Path) -> Path | None:
 
 
 def _last(run_dir: Path) -> Path | None:
-    folders, complete = _own_folders(run_dir), list_checkpoints(run_dir)
+    folders, complete = own_folders(run_dir), list_checkpoints(run_dir)
     last = complete[-1] if complete else None
     later = [path for path, step in folders.items() if last is None or step > folders[last]]
     if later and last is None:
@@ -207,7 +151,7 @@ def check_whole(checkpoint: Path) -> None:
 
 
 def _damaged(checkpoint: Path, damage: str) -> ConfigError:
-    folders = _own_folders(checkpoint.resolve().parent.parent)
+    folders = own_folders(checkpoint.resolve().parent.parent)
     step = folders.get(checkpoint.resolve(), 0)
     earlier = [path.name for path, number in folders.items() if number < step and (path / "trainer.json").is_file()]
     remedy = f"go on from {earlier[-1]}" if earlier else "start over"
@@ -257,7 +201,7 @@ def _checked_state(checkpoint: Path, raw: dict[str, Any]) -> TrainerState:
     if raw.keys() - kinds.keys():
         raise _damaged(checkpoint, f"trainer.json has {min(raw.keys() - kinds.keys())!r}, which no checkpoint has")
     state = TrainerState(**raw)
-    named = _NAME.fullmatch(checkpoint.name)
+    named = NAME.fullmatch(checkpoint.name)
     if state.step < 0 or (named is not None and state.step != int(named[1])):
         raise _damaged(checkpoint, f"trainer.json has step={state.step}")
     return state
@@ -284,7 +228,7 @@ def load_checkpoint(checkpoint: Path, module: PreTrainedModel, optimizer: Master
         raise _damaged(checkpoint, "model/ has no weights (*.safetensors)")
     for file in files:
         saved |= read_tensors(file)
-    own = module.state_dict(keep_vars=True)
+    own = kept_tensors(module)
     by_address = {tensor.data_ptr(): saved[name] for name, tensor in own.items() if name in saved}
     # tied weights are saved once: every name of the model is in the file or shares a tensor that is
     given = {name: by_address[t.data_ptr()] for name, t in own.items() if t.data_ptr() in by_address} | saved

@@ -15,6 +15,8 @@ from trainer.config import (
     CustomRewardConfig,
     DatasetConfig,
     FunctionsRewardConfig,
+    HFModelConfig,
+    LoraConfig,
     PromptedTaskConfig,
     ReasoningGymConfig,
     TrainerConfig,
@@ -69,10 +71,36 @@ def model_contents(directory: Path, tokenizer: PreTrainedTokenizerBase) -> dict[
     """Digests of a model directory: config and weights, tokenizer, and chat template; for hf."""
     template = json.dumps(tokenizer.chat_template, sort_keys=True)
     return {
-        "model": files_digest(path for pattern in _MODEL_FILES for path in directory.glob(pattern)),
+        "model": weights_digest(directory),
         "tokenizer": files_digest(path for pattern in _TOKENIZER_FILES for path in directory.glob(pattern)),
         "chat template": hashlib.sha256(template.encode()).hexdigest(),
     }
+
+
+def base_contents(config: TrainerConfig, began: Mapping[str, str] | None, directory: Path) -> dict[str, str]:
+    """With an adapter, the digest of the weights that it is trained beside; ConfigError if the run began with others.
+
+    No option allows such a change: without its own base an adapter is worth nothing.
+    """
+    if not isinstance(config.adapter, LoraConfig):
+        return {}
+    digest = weights_digest(directory)
+    if began is not None and began.get("model") != digest:
+        if isinstance(config.model, HFModelConfig):
+            raise ConfigError(
+                "model.path: the model has changed since the run began, and its adapter fits no other; put it back as"
+                " it was"
+            )
+        raise ConfigError(
+            "model: the tiny model that the run began with cannot be made here any more, and its adapter fits no other;"
+            " go on with the threads, kernels and packages that the run began with"
+        )
+    return {"model": digest}
+
+
+def weights_digest(directory: Path) -> str:
+    """Of a model directory's config and weights."""
+    return files_digest(path for pattern in _MODEL_FILES for path in directory.glob(pattern))
 
 
 def check_contents(config: TrainerConfig, began: Mapping[str, str] | None, now: Mapping[str, str]) -> set[str]:

@@ -13,13 +13,13 @@ from typing import IO
 
 from rollout.model import flush_directory
 from trainer.config import ConfigError
-from trainer.storage import checkpoint
+from trainer.storage import folders
 from trainer.storage.writing import writing
 from trainer.tracking.tracking import read_metrics
 
 logger = logging.getLogger(__name__)
 
-_FILES = ("config.yaml", "metrics.jsonl", "metrics.tmp", "summary.json", checkpoint.METRICS_ASIDE)
+_FILES = ("config.yaml", "metrics.jsonl", "metrics.tmp", "summary.json", folders.METRICS_ASIDE)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 
 _claimed: "weakref.WeakSet[RunFolder]" = weakref.WeakSet()
@@ -38,7 +38,7 @@ class RunFolder:
             self._lock = self._take_lock()
             _claimed.add(self)
             self._check_names()
-            checkpoint.recover(self.path)
+            folders.recover(self.path)
         except BaseException as error:
             self.close()
             if isinstance(error, ConfigError) or not isinstance(error, OSError | ValueError | RuntimeError):
@@ -81,7 +81,7 @@ class RunFolder:
         for path in (self.path / name for name in _FILES):
             if path.is_dir():
                 raise ConfigError(f"run_dir: {path} is a folder, and the run writes a file of that name")
-        root = checkpoint.checkpoint_root(self.path)
+        root = folders.checkpoint_root(self.path)
         if root.exists() and not root.is_dir():
             raise ConfigError(f"run_dir: {root} is a file, and the run makes a folder of that name")
         for path in (root, *(self.path / name for name in _FILES)):
@@ -109,7 +109,7 @@ class RunFolder:
         found: the checkpoint, this run's or another's. The lines aside go when a new checkpoint has replaced the
         later ones: until then a run may still go on from those.
         """
-        metrics, aside = self.path / "metrics.jsonl", self.path / checkpoint.METRICS_ASIDE
+        metrics, aside = self.path / "metrics.jsonl", self.path / folders.METRICS_ASIDE
         if found is None:
             for path in (metrics, aside):
                 if _steps(path):

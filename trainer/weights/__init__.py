@@ -1,1 +1,1 @@
-"""What is trained: its optimizer, where the built-in model begins, and the memory that all of it takes."""
+"""What is trained: its optimizer, where the built-in model begins, an adapter, and the memory that all of it takes."""

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from rollout import RolloutEngine
 from rollout.memory import (
+    Adapt,
     Ledger,
     LedgerRow,
     TrainingPeak,
@@ -27,6 +28,7 @@ from rollout.memory import (
 )
 from rollout.model import longest_sequence
 from trainer.config import ConfigError, TrainerConfig, sampling_params
+from trainer.weights.adapter import inject
 from trainer.weights.optimizer import MasterAdamW, OptimizerBytes
 
 _FRAGMENTATION = 0.3
@@ -104,6 +106,7 @@ def plan_memory(
     """The run's ledger, before its first step. Raises ConfigError if it does not fit, with the missing bytes."""
     weights = sum(p.nbytes for p in engine.module.parameters())
     kept = optimizer.bytes_for(engine.module.parameters())
+    adapt = partial(inject, config=config.adapter)
     trim()  # what loading and a warm start have freed
     copies = weights if reference is not None else 0
     pool = engine.stats().pool_bytes
@@ -126,8 +129,9 @@ def plan_memory(
             config.algorithm.group_size,
             sampling_params(config),
             engine.numerics,
+            adapt,
         ),
-        training=_training_peak(config, engine, shape, reference is not None),
+        training=_training_peak(config, engine, shape, adapt),
         capacity=device_bytes(engine.device),
         process=max(0, used_bytes(engine.device) - held) if in_process(engine.device) else 0,
         fragmentation=_FRAGMENTATION if in_process(engine.device) else 0.0,
@@ -140,7 +144,7 @@ def plan_memory(
     return ledger
 
 
-def _training_peak(config: TrainerConfig, engine: RolloutEngine, shape: StepShape, reference: bool) -> TrainingPeak:
+def _training_peak(config: TrainerConfig, engine: RolloutEngine, shape: StepShape, adapt: Adapt) -> TrainingPeak:
     algorithm = config.algorithm
 
     def step_tokens(prompt: int) -> int:
@@ -162,10 +166,11 @@ def _training_peak(config: TrainerConfig, engine: RolloutEngine, shape: StepShap
         engine.module.config,
         engine.dtype,
         pack,
-        partial(score_and_backward, sampling=sampling_params(config), reference=reference),
+        partial(score_and_backward, sampling=sampling_params(config), reference=bool(algorithm.kl_coef)),
         engine.numerics,
         gradient_checkpointing=config.model.gradient_checkpointing,
         accumulated=step_tokens(shape.prompt) > algorithm.micro_batch_tokens,
+        adapt=adapt,
     )
 
 

@@ -38,21 +38,24 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, plain: bo
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        # a frozen weight's gradient is not wanted, and x for nothing else
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         return _product(x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        grad, rows = grads[0].reshape(-1, len(weight)), x.reshape(-1, weight.shape[1])
+        grad = grads[0].reshape(-1, len(weight))
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         # nothing here has to agree with the generator, and in bf16 torch is as fast
-        product = partial(_product, plain=True) if x.dtype == torch.float32 else torch.matmul
+        product = partial(_product, plain=True) if weight.dtype == torch.float32 else torch.matmul
         grad_weight = None
         if needs_weight:  # a copy is made of what is transposed: of the smaller one
+            rows = x.reshape(-1, weight.shape[1])
             grad_weight = product(grad.T, rows) if grad.shape[1] <= rows.shape[1] else product(rows.T, grad).T
-        return product(grad, weight).view_as(x) if needs_x else None, grad_weight, grad.sum(0) if needs_bias else None
+        grad_x = product(grad, weight).view(*grads[0].shape[:-1], -1) if needs_x else None
+        return grad_x, grad_weight, grad.sum(0) if needs_bias else None
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
