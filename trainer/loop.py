@@ -63,7 +63,8 @@ def _save(run: Run) -> None:
     with run.timer.phase("checkpoint"):
         chosen, kernels = trajectory_keys(config), engine.numerics.ops.identity
         refilled = run.trainer.collector.num_refilled
-        state = TrainerState(step, chosen, torch.get_num_threads(), kernels, run.contents, refilled)
+        score = run.last_metrics.get(config.checkpoint.keep_best or "")
+        state = TrainerState(step, chosen, torch.get_num_threads(), kernels, run.contents, refilled, score)
         keep, optimizer = config.checkpoint.keep, run.trainer.optimizer
         save_checkpoint(run.run_dir, state, engine.module, run.tokenizer, optimizer, keep, run.prompts)
     run.saved_step = step
@@ -108,6 +109,7 @@ def _record(run: Run, result: StepResult, step: int, progress: Progress) -> None
         metrics |= _evaluate(run, step)
     metrics |= {f"timing_s/{phase}": seconds for phase, seconds in run.timer.step.items()} | memory_metrics(run.engine)
     run.metrics_file.append({"step": step} | metrics)
+    run.last_metrics = metrics
     run.tracker.log(metrics, step)
     run.tracker.log_completions(_samples(result, step), step)
     logger.info(progress.line(metrics, step))

@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ from trainer.storage.run_folder import RunFolder
 from trainer.storage.writing import WriteError, writing
 from trainer.tracking.collapse import CollapseWatch
 from trainer.tracking.timing import PhaseTimer
-from trainer.tracking.tracking import MetricsFile, SafeTracker, make_tracker
+from trainer.tracking.tracking import Metrics, MetricsFile, SafeTracker, make_tracker
 from trainer.weights.adapter import check_adapter, inject
 from trainer.weights.generation import keep_special_ids
 from trainer.weights.memory import MemoryWatch, plan_memory, step_shape
@@ -69,6 +69,7 @@ class Run:
     collapse: CollapseWatch
     metrics_file: MetricsFile
     tracker: SafeTracker
+    last_metrics: Metrics = field(default_factory=dict)  # of the last step, its evaluation included
     whole_steps: int = 0
     """Steps that are there as a whole, weights and line in metrics.jsonl."""
     saved_step: int | None = None

@@ -114,6 +114,26 @@ def test_a_changed_key_is_named(tmp_path: Path, now: dict[str, Any], named: str)
         checkpoint.read_state(saved, now)
 
 
+@pytest.mark.parametrize(
+    ("scores", "kept"),
+    [
+        ([0.1, 0.9, 0.5, 0.3], [2, 3, 4]),
+        ([None, 0.2, None, None], [2, 3, 4]),
+        ([None] * 4, [3, 4]),
+        ([0.1, 0.2, 0.3, 0.9], [3, 4]),
+        ([0.7, 0.7, 0.1, 0.2], [2, 3, 4]),  # the last of equals
+    ],
+)
+def test_the_best_is_kept_beside_the_last(tmp_path: Path, scores: list[float | None], kept: list[int]) -> None:
+    model, optimizer = _stepped("llama", torch.float32)
+    for step, score in enumerate(scores, start=1):
+        state = TrainerState(step, KEYS, 1, score=score)
+        checkpoint.save_checkpoint(tmp_path, state, model, tiny_models.byte_tokenizer(), optimizer, keep=2)
+    assert [path.name for path in folders.list_checkpoints(tmp_path)] == [f"step-{step:06d}" for step in kept]
+    last = folders.list_checkpoints(tmp_path)[-1]
+    assert checkpoint.read_state(last, KEYS).score == scores[-1]
+
+
 def test_a_changed_key_that_may_is_told_and_no_other_slips_through(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

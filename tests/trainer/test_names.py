@@ -23,7 +23,7 @@ def _parse(*arguments: str) -> TrainerConfig:
 def test_text_keys_are_the_text_fields_of_all_groups() -> None:
     keys = text_keys()
     task = "split subset eval_path eval_split answer_column answer_after system_prompt prefill"
-    expected = {"resume", "eval.by", *(f"task.{name}" for name in task.split())}
+    expected = {"resume", "eval.by", "checkpoint.keep_best", *(f"task.{name}" for name in task.split())}
     assert {key for key, may_be_null in keys.items() if may_be_null} == expected
     assert {"model.path", "task.path", "reward.path", "model.kind"} <= keys.keys()
     assert {"name", "run_dir", "tracking.project", "tracking.mode", "rollout.device", "optim.schedule"} <= keys.keys()

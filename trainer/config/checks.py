@@ -194,6 +194,9 @@ def _check_combinations(config: TrainerConfig) -> None:
             f"eval.samples={config.eval.samples}: greedy completions are all the same; set eval.temperature"
         )
     check_targets(config.adapter)
+    best = config.checkpoint.keep_best
+    if best is not None and best.startswith("eval/") and not config.eval.every:
+        raise ConfigError(f"checkpoint.keep_best={best!r}: nothing is evaluated; set eval.every")
     if config.sampling.temperature == 0.0:
         raise ConfigError("sampling.temperature=0.0: greedy rollouts of a group are all equal and teach nothing")
     if config.optim.beta1 == 1.0 or config.optim.beta2 == 1.0:

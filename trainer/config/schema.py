@@ -67,6 +67,7 @@ class EvalConfig:
 class CheckpointConfig:
     every: int = setting(0, at_least=0, trajectory=False)
     keep: int = setting(2, at_least=1, trajectory=False)
+    keep_best: str | None = setting(None, trajectory=False)
 
 
 @dataclass

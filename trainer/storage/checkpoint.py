@@ -66,6 +66,8 @@ class TrainerState:
     """Digests of data, reward and model, by name."""
     num_refilled: int = 0
     """Prompts beyond prompts_per_step that the steps have taken from the data."""
+    score: float | None = None
+    """Of the metric by which the best checkpoint is kept, if that was measured at this step."""
     format_version: int = FORMAT_VERSION
 
 
@@ -78,7 +80,8 @@ def save_checkpoint(
     keep: int,
     prompts: Mapping[str, Tensor] | None = None,
 ) -> Path:
-    """Write a checkpoint beside the earlier ones, then drop all but the last `keep`, and those of later steps.
+    """Write a checkpoint beside the earlier ones, then drop those of later steps, and all but the last
+    `keep` and the one of the highest score.
 
     Raises WriteError, with the earlier ones as they were, if it cannot be written.
     """
@@ -194,9 +197,11 @@ def read_state(checkpoint: Path, trajectory: dict[str, Any], may_change: Collect
 
 def _checked_state(checkpoint: Path, raw: dict[str, Any]) -> TrainerState:
     kinds = {"step": int, "trajectory": dict, "num_threads": int, "kernels": str, "contents": dict}
-    kinds |= {"num_refilled": int, "format_version": int}
+    kinds |= {"num_refilled": int, "score": type(raw.get("score")), "format_version": int}
+    if not isinstance(raw.get("score"), float | None):
+        raise _damaged(checkpoint, f"trainer.json has score={raw['score']!r}, which is no float")
     for name in (spec.name for spec in fields(TrainerState)):
-        if type(raw.get(name)) is not kinds[name]:
+        if name not in raw or type(raw[name]) is not kinds[name]:
             raise _damaged(checkpoint, f"trainer.json has {name}={raw.get(name)!r}, which is no {kinds[name].__name__}")
     if raw.keys() - kinds.keys():
         raise _damaged(checkpoint, f"trainer.json has {min(raw.keys() - kinds.keys())!r}, which no checkpoint has")

@@ -1,5 +1,6 @@
 """The checkpoints that lie in a run's folder: which are the program's own, and which are kept."""
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -58,13 +59,28 @@ def _drop(path: Path) -> None:
     shutil.rmtree(doomed)
 
 
+def best_checkpoint(run_dir: Path) -> Path | None:
+    """The one of the highest score, the last of several; None if none has a score."""
+    scores: dict[Path, float] = {}
+    for path in list_checkpoints(run_dir):
+        try:
+            score = json.loads((path / "trainer.json").read_text()).get("score")
+        except (OSError, ValueError, AttributeError):
+            continue  # a damaged one is nobody's best; a resume from it says what is wrong
+        if isinstance(score, float):
+            scores[path] = score
+    return max(reversed(scores), key=lambda path: scores[path], default=None)
+
+
 def drop_replaced(run_dir: Path, step: int, keep: int) -> None:
-    """With the checkpoint of `step` on the disk: remove those of steps run again, and all but the last `keep`."""
+    """With the checkpoint of `step` on the disk: remove those of steps run again, and all but the last `keep` and the
+    best."""
     folders = own_folders(run_dir)
     # the last first: stopped in between, the newest one left is whole, with all that led to it
     for path in [path for path, number in reversed(folders.items()) if number > step]:
         _drop(path)
     (run_dir / METRICS_ASIDE).unlink(missing_ok=True)
     oldest = list_checkpoints(run_dir)[-keep:][0]
-    for path in [path for path, number in folders.items() if number < folders[oldest]]:
+    best = best_checkpoint(run_dir)
+    for path in [path for path, number in folders.items() if number < folders[oldest] and path != best]:
         _drop(path)
