@@ -93,7 +93,14 @@ def test_wheel_holds_every_module_every_kernel_and_every_configuration_file(whee
         expected |= _below(ROOT / folder, ".py", name) | {f"{name}/py.typed"}
     for suffix in (".cpp", ".h"):
         expected |= _below(ROOT / "kernels/rollout_kernels", suffix, "rollout_kernels")
-    assert {"trainer/conf/config.yaml", "rollout/engine/engine.py", "rollout_kernels/cpu/attention.cpp"} < expected
+    for suffix in (".css", ".js"):
+        expected |= _below(ROOT / "trainer", suffix, "trainer")
+    assert {
+        "trainer/report/page.js",
+        "trainer/conf/config.yaml",
+        "rollout/engine/engine.py",
+        "rollout_kernels/cpu/attention.cpp",
+    } < expected
     held = set(zipfile.ZipFile(wheel).namelist())
     assert {name for name in held if ".dist-info/" not in name} == expected
     metadata = f"cowroll-{PROJECT['version']}.dist-info"

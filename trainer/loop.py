@@ -1,7 +1,6 @@
 """The training loop: step by step, each written down before the next begins."""
 
 import logging
-from typing import Any
 
 import torch
 
@@ -14,6 +13,7 @@ from trainer.signals import Interrupted, interrupts
 from trainer.step import StepResult
 from trainer.storage.checkpoint import TrainerState, save_checkpoint
 from trainer.tracking.collapse import CollapseError
+from trainer.tracking.completions import sample_completions, table_row
 from trainer.tracking.metrics import memory_metrics
 from trainer.tracking.summary import write_summary
 from trainer.tracking.tracking import Metrics, Progress
@@ -67,6 +67,7 @@ def _save(run: Run) -> None:
         state = TrainerState(step, chosen, torch.get_num_threads(), kernels, run.contents, refilled, score)
         keep, optimizer = config.checkpoint.keep, run.trainer.optimizer
         save_checkpoint(run.run_dir, state, engine.module, run.tokenizer, optimizer, keep, run.prompts)
+    run.folder.drop_completions_aside()
     run.saved_step = step
 
 
@@ -91,27 +92,21 @@ def _record_first(run: Run) -> None:
         run.tracker.log(metrics, 0)
 
 
-def _samples(result: StepResult, step: int) -> list[dict[str, Any]]:
-    """The first completion of each group, with what each function, and log_extra, said of it."""
-    scores, samples = result.scores, []
-    for g, (row, group) in enumerate(zip(result.rows, result.groups, strict=True)):
-        sample = {"step": step, "prompt": str(row.prompt), "completion": group.rollouts[0].text}
-        sample |= {name: columns[g][0] for name, columns in scores.extras.items()}
-        sample |= {f"rewards/{name}": float(values[g, 0]) for name, values in scores.parts.items()}
-        samples.append(sample | {"reward": float(scores.totals[g, 0])})
-    return samples
-
-
 def _record(run: Run, result: StepResult, step: int, progress: Progress) -> None:
-    """Evaluate if it is time, then one line each in metrics.jsonl, on the console and on the dashboard."""
+    """Evaluate if it is time, then write the step down: in the run's files, on the console and on the dashboard."""
     config, metrics = run.config, dict(result.metrics)
     if run.task.eval_rows and _due(config.eval.every, step, config.steps):
         metrics |= _evaluate(run, step)
     metrics |= {f"timing_s/{phase}": seconds for phase, seconds in run.timer.step.items()} | memory_metrics(run.engine)
+    seed, count = config.seed, config.tracking.completions
+    sampled = sample_completions(result.groups, result.scores, run.tokenizer, step, seed=seed, count=count)
+    lines = [completion.line() for completion in sampled]
+    # a step's line in metrics.jsonl comes last: where that is, all of the step is
+    run.completions_file.append(*lines)
     run.metrics_file.append({"step": step} | metrics)
     run.last_metrics = metrics
     run.tracker.log(metrics, step)
-    run.tracker.log_completions(_samples(result, step), step)
+    run.tracker.log_completions([table_row(line) for line in lines], step)
     logger.info(progress.line(metrics, step))
     if step == run.start_step + 1:
         logger.info(run.memory.report())

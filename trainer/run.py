@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from rollout.model import (
 from rollout_kernels.ops import choose
 from trainer.config import ConfigError, HFModelConfig, TinyModelConfig, TrainerConfig, trajectory_keys
 from trainer.config.limits import check_device, check_limits
-from trainer.data.rendering import kept_prompts, render_rows, restore_prompts, without_long_prompts
+from trainer.data.rendering import kept_prompts, render_task, without_long_prompts
 from trainer.data.rows import Row, RowStream
 from trainer.data.tasks import Task, make_task
 from trainer.evaluation import check_by
@@ -37,11 +37,12 @@ from trainer.rewards.scorer import Scorer
 from trainer.step import Trainer
 from trainer.storage import checkpoint, folders
 from trainer.storage.digests import base_contents, check_contents, model_contents, task_contents
+from trainer.storage.lines import StepFile
 from trainer.storage.run_folder import RunFolder
 from trainer.storage.writing import WriteError, writing
 from trainer.tracking.collapse import CollapseWatch
 from trainer.tracking.timing import PhaseTimer
-from trainer.tracking.tracking import Metrics, MetricsFile, SafeTracker, make_tracker
+from trainer.tracking.tracking import Metrics, SafeTracker, make_tracker
 from trainer.weights.adapter import check_adapter, inject
 from trainer.weights.generation import keep_special_ids
 from trainer.weights.memory import MemoryWatch, plan_memory, step_shape
@@ -67,7 +68,8 @@ class Run:
     start_step: int
     memory: MemoryWatch
     collapse: CollapseWatch
-    metrics_file: MetricsFile
+    metrics_file: StepFile
+    completions_file: StepFile
     tracker: SafeTracker
     last_metrics: Metrics = field(default_factory=dict)  # of the last step, its evaluation included
     whole_steps: int = 0
@@ -153,8 +155,10 @@ def _prepare(config: TrainerConfig, folder: RunFolder) -> Run:
     start = _restore(found, state, engine, optimizer)
     ledger = plan_memory(config, engine, optimizer, reference, shape)
     logger.info("%s", ledger.render())
-    folder.set_metrics_aside(found, start)
+    folder.set_aside(found, start)
     values = _save_config(config, folder.path / "config.yaml")
+    # before the tracker, which reads them
+    metrics, completions = (StepFile(folder.path / name, start) for name in ("metrics.jsonl", "completions.jsonl"))
     view = _reference_view(engine, reference) if config.algorithm.kl_coef else None
     rows = RowStream(inputs.task.train_rows, config.seed)
     trainer = Trainer(config, engine, optimizer, rows, inputs.scorer, reference=view, timer=timer)
@@ -170,7 +174,8 @@ def _prepare(config: TrainerConfig, folder: RunFolder) -> Run:
         start_step=start,
         memory=MemoryWatch(ledger, device),
         collapse=CollapseWatch(config.stop),
-        metrics_file=MetricsFile(folder.path / "metrics.jsonl", start),
+        metrics_file=metrics,
+        completions_file=completions,
         tracker=make_tracker(config.tracking, folder.path, config.name, values if start < config.steps else None),
     )
 
@@ -273,26 +278,12 @@ def _directory_contents(config: TrainerConfig, tokenizer: PreTrainedTokenizerBas
 
 
 def _rendered(
-    task: Task,
-    tokenizer: PreTrainedTokenizerBase,
-    vocab_size: int,
-    found: Path | None,
-    changed: set[str],
+    task: Task, tokenizer: PreTrainedTokenizerBase, vocab_size: int, found: Path | None, changed: set[str]
 ) -> Task:
     """The task with its prompts rendered, by the run's first process where a checkpoint has them."""
     file = found / "prompts.safetensors" if found is not None else None
     kept = checkpoint.read_tensors(file) if file is not None and file.is_file() else None
-
-    def rows(given: list[Row], kind: str, name: str) -> list[Row]:
-        if kept is None or changed & {name, "text around prompts", "tokenizer", "chat template"}:
-            return render_rows(given, tokenizer, vocab_size, kind, task.prompts)
-        return restore_prompts(given, kept, kind)
-
-    return replace(
-        task,
-        train_rows=rows(task.train_rows, "train", "training data"),
-        eval_rows=rows(task.eval_rows, "eval", "held-out data"),
-    )
+    return render_task(task, tokenizer, vocab_size, kept, changed)
 
 
 def _lengths(rows: list[Row]) -> list[int]:

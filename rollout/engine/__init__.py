@@ -1,8 +1,9 @@
 """Prompts in, groups of completions out: checks, turns between threads, the loop, and what it counts."""
 
-from rollout.engine.prompts import Prompt, encode_prompt
+from rollout.engine.prompts import Prompt, decode_completion, encode_prompt
 
 __all__ = [
     "Prompt",
+    "decode_completion",
     "encode_prompt",
 ]

@@ -152,7 +152,12 @@ def test_exit_status_2_of_the_process(here: Path) -> None:
 def test_run_that_ends_well(here: Path, command: Command) -> None:
     assert command(*SMALL) == (0, "")
     assert {path.name for path in here.iterdir()} == {"run"}
-    assert {path.name for path in (here / "run").iterdir()} == {"config.yaml", "metrics.jsonl", "summary.json"}
+    assert {path.name for path in (here / "run").iterdir()} == {
+        "completions.jsonl",
+        "config.yaml",
+        "metrics.jsonl",
+        "summary.json",
+    }
     assert json.loads((here / "run" / "summary.json").read_text())["steps"] == 1
     assert yaml.safe_load((here / "run" / "config.yaml").read_text())["rollout"]["num_blocks"] == 64
 

@@ -98,7 +98,7 @@ def test_an_option_has_a_schema_and_its_name_is_its_kind(group: str) -> None:
         (["model=hf", "model.path=D"], {"model.path"}, {"model.warm_start_steps", "model.warm_start_lr"}),
         (["task=jsonl", "task.path=F"], {"task.path", "task.eval_path"}, {"task.finished_fraction"}),
         (["reward=custom", "reward.path=F"], {"reward.path", "reward.shuffle"}, set()),
-        (["tracking=none"], {"tracking.kind"}, {"tracking.mode", "tracking.project", "tracking.completions"}),
+        (["tracking=none"], {"tracking.kind", "tracking.completions"}, {"tracking.mode", "tracking.project"}),
     ],
 )
 def test_no_option_carries_a_key_of_another(overrides: list[str], own: set[str], others: set[str]) -> None:

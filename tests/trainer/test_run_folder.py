@@ -1,5 +1,6 @@
 """A run's folder belongs to one living process, and is found unusable before any work."""
 
+import json
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import pytest
 
 from trainer.config import ConfigError
 from trainer.storage import folders
+from trainer.storage.lines import StepFile
 from trainer.storage.run_folder import RunFolder
 
 HOLDER = """
@@ -146,8 +148,8 @@ def test_link_left_in_the_place_of_half_a_checkpoint_goes_alone(tmp_path: Path) 
     assert [path.name for path in root.iterdir()] == ["step-000003"]
 
 
-def _lines(*steps: int) -> str:
-    return "".join(f'{{"step": {step}}}\n' for step in steps)
+def _lines(*steps: int, rest: str = "") -> str:
+    return "".join(f'{{"step": {step}{rest}}}\n' for step in steps)
 
 
 @pytest.mark.parametrize(
@@ -169,20 +171,66 @@ def test_metrics_past_the_checkpoint_are_kept_aside(
     if aside is not None:
         path.write_text(aside)
     folder = RunFolder(str(tmp_path))
-    folder.set_metrics_aside(tmp_path / f"checkpoints/step-{start:06d}", start)
+    folder.set_aside(tmp_path / f"checkpoints/step-{start:06d}", start)
     assert (tmp_path / "metrics.jsonl").read_text().startswith(_lines(*begins))
     assert (path.read_text() if path.exists() else None) == kept
     folder.close()
 
 
-def test_starting_over_twice_keeps_both_earlier_metrics(tmp_path: Path) -> None:
+COMPLETION = ', "completion": "55"'
+"""What a line of completions.jsonl has besides its step; a step has two."""
+
+
+def _folder_with(path: Path, aside: str, metrics: tuple[int, ...]) -> Path:
+    path.mkdir(exist_ok=True)
+    (path / f"metrics{aside}.jsonl").write_text(_lines(*metrics))
+    doubled = sorted([*metrics[1:], *metrics[1:]])  # none at step 0
+    (path / f"completions{aside}.jsonl").write_text(_lines(*doubled, rest=COMPLETION))
+    return path
+
+
+def _completion_steps(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_completions_go_where_metrics_go(tmp_path: Path) -> None:
+    folder = RunFolder(str(_folder_with(tmp_path / "run", "", (0, 1, 2, 3))))
+    lines, aside = folder.path / "completions.jsonl", folder.path / "completions.before-resume.jsonl"
+    folder.set_aside(folder.path / "checkpoints/step-000002", 2)
+    StepFile(lines, 2).append({"step": 3, "completion": "another"})
+    StepFile(folder.path / "metrics.jsonl", 2).append({"step": 3})
+    assert (_completion_steps(lines), _completion_steps(aside)) == ([1, 1, 2, 2, 3], [1, 1, 2, 2, 3, 3])
+    # killed, and a later checkpoint is there after all: back to what led to it
+    (folder.path / "metrics.jsonl").write_text(_lines(0, 1, 2))
+    folder.set_aside(folder.path / "checkpoints/step-000003", 3)
+    assert lines.read_text() == aside.read_text()
+    folder.drop_completions_aside()
+    folder.drop_completions_aside()
+    assert not aside.exists()
+    folder.close()
+
+
+def test_another_runs_checkpoint_brings_its_completions_or_none(tmp_path: Path) -> None:
+    other = _folder_with(tmp_path / "other", "", (0, 1, 2, 3))
+    folder = RunFolder(str(tmp_path / "run"))
+    folder.set_aside(other / "checkpoints/step-000002", 2)
+    assert _completion_steps(folder.path / "completions.jsonl") == [1, 1, 2, 2, 3, 3]
+    (other / "completions.jsonl").unlink()
+    folder.set_aside(other / "checkpoints/step-000002", 2)
+    assert not (folder.path / "completions.jsonl").exists()
+    folder.close()
+
+
+def test_starting_over_twice_keeps_both_earlier_files(tmp_path: Path) -> None:
     folder = RunFolder(str(tmp_path))
     for steps in ((0, 1, 2), (0, 1)):
-        (tmp_path / "metrics.jsonl").write_text(_lines(*steps))
-        folder.set_metrics_aside(None, 0)
+        _folder_with(tmp_path, "", steps)
+        folder.set_aside(None, 0)
     folder.close()
     names = ("metrics.before-restart.jsonl", "metrics.before-restart-2.jsonl")
     assert [(tmp_path / name).read_text() for name in names] == [_lines(0, 1, 2), _lines(0, 1)]
+    kept = [tmp_path / f"completions.before-restart{ending}.jsonl" for ending in ("", "-2")]
+    assert [_completion_steps(path) for path in kept] == [[1, 1, 2, 2], [1, 1]]
 
 
 @pytest.mark.parametrize("damage", [b"{\n", b"\xff\xfe\n", b"[1]\n", b'{"reward": 1}\n'])
@@ -190,5 +238,9 @@ def test_damaged_metrics_are_named(tmp_path: Path, damage: bytes) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(damage)
     folder = RunFolder(str(tmp_path))
     with pytest.raises(ConfigError, match=r"^run_dir: .*metrics.jsonl is damaged"):
-        folder.set_metrics_aside(tmp_path / "checkpoints/step-000001", 1)
+        folder.set_aside(tmp_path / "checkpoints/step-000001", 1)
+    _folder_with(tmp_path, "", (0, 1))
+    (tmp_path / "completions.jsonl").write_bytes(damage)
+    with pytest.raises(ConfigError, match=r"^run_dir: .*completions.jsonl is damaged"):
+        folder.set_aside(tmp_path / "checkpoints/step-000001", 1)
     folder.close()

@@ -18,7 +18,7 @@ import trainer.collecting
 import trainer.loop
 import trainer.rewards.scorer
 import trainer.run
-import trainer.tracking.tracking
+import trainer.storage.lines
 import trainer.weights.optimizer
 import trainer.weights.warm_start
 from caches import cache_with_kernels
@@ -100,7 +100,7 @@ MOMENTS = {
     # two of the warm start come before
     "update": (trainer.weights.optimizer.MasterAdamW, "step", 5, [3]),
     "evaluation": (trainer.loop, "evaluate", 2, [3]),
-    "line": (trainer.tracking.tracking.MetricsFile, "append", 3, [2]),
+    "line": (trainer.storage.lines.StepFile, "append", 5, [2]),
     "checkpoint": (trainer.loop, "save_checkpoint", 1, [4]),
 }
 

@@ -17,7 +17,8 @@ from trainer.__main__ import CONFIG_DIRECTORY
 from trainer.config import TrackingConfig, WandbConfig, parse_config
 from trainer.loop import train
 from trainer.run import prepare
-from trainer.tracking.tracking import MetricsFile, Progress, SafeTracker, make_tracker, read_metrics
+from trainer.storage.lines import StepFile
+from trainer.tracking.tracking import Progress, SafeTracker, make_tracker, read_metrics
 
 # -- metrics.jsonl ------------------------------------------------------------------------------------------------
 
@@ -35,7 +36,7 @@ def _write(path: Path, steps: Sequence[int], rest: str = "") -> Path:
     ("resume_step", "kept"), [(0, [0]), (2, [0, 1, 2]), (4, [0, 1, 2, 3, 4]), (9, [0, 1, 2, 3, 4])]
 )
 def test_lines_past_the_checkpoint_are_dropped(tmp_path: Path, resume_step: int, kept: list[int]) -> None:
-    file = MetricsFile(_write(tmp_path / "metrics.jsonl", range(5)), resume_step)
+    file = StepFile(_write(tmp_path / "metrics.jsonl", range(5)), resume_step)
     assert read_metrics(file.path) == [{"step": step, "reward": step / 10} for step in kept]
     for step in range(resume_step + 1, 7):
         file.append({"step": step})
@@ -46,7 +47,7 @@ def test_lines_past_the_checkpoint_are_dropped(tmp_path: Path, resume_step: int,
 def test_line_cut_short_by_a_crash_is_left_out(tmp_path: Path, cut: str) -> None:
     path = _write(tmp_path / "metrics.jsonl", range(3), cut)
     assert _steps(path) == [0, 1, 2]
-    file = MetricsFile(path, 2)
+    file = StepFile(path, 2)
     file.append({"step": 3, "reward": 1.0})
     assert [json.loads(line) for line in path.read_text().splitlines()][2:] == [
         {"step": 2, "reward": 0.2},
@@ -56,7 +57,7 @@ def test_line_cut_short_by_a_crash_is_left_out(tmp_path: Path, cut: str) -> None
 
 def test_new_run_starts_an_empty_file(tmp_path: Path) -> None:
     assert read_metrics(tmp_path / "metrics.jsonl") == []
-    assert MetricsFile(tmp_path / "metrics.jsonl", 0).path.read_text() == ""
+    assert StepFile(tmp_path / "metrics.jsonl", 0).path.read_text() == ""
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 

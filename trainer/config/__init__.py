@@ -23,7 +23,7 @@ from trainer.config.task_options import (
     ReasoningGymConfig,
     TaskConfig,
 )
-from trainer.config.tracking_options import TrackingConfig, WandbConfig
+from trainer.config.tracking_options import TensorboardConfig, TrackingConfig, WandbConfig
 
 __all__ = [
     "AdapterConfig",
@@ -50,6 +50,7 @@ __all__ = [
     "SapoConfig",
     "StopConfig",
     "TaskConfig",
+    "TensorboardConfig",
     "TinyModelConfig",
     "TrackingConfig",
     "TrainerConfig",

@@ -24,7 +24,7 @@ from trainer.config.reward_options import (
 from trainer.config.setting import setting
 from trainer.config.stop_options import StopConfig
 from trainer.config.task_options import ArithmeticConfig, DatasetConfig, ReasoningGymConfig, TaskConfig
-from trainer.config.tracking_options import TrackingConfig, WandbConfig
+from trainer.config.tracking_options import TensorboardConfig, TrackingConfig, WandbConfig
 
 
 @dataclass
@@ -112,7 +112,7 @@ OPTIONS: dict[str, dict[str, type]] = {
         "functions": FunctionsRewardConfig,
     },
     "algorithm": dict(ALGORITHMS),
-    "tracking": {"none": TrackingConfig, "wandb": WandbConfig},
+    "tracking": {"none": TrackingConfig, "tensorboard": TensorboardConfig, "wandb": WandbConfig},
 }
 """The groups whose options have keys of their own: what an option's keys are, by the group's `kind`."""
 

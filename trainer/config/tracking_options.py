@@ -10,6 +10,14 @@ class TrackingConfig:
     """What all dashboards have; tracking=none has no more."""
 
     kind: str = setting("none", trajectory=False)
+    completions: int = setting(4, at_least=0, trajectory=False)
+
+
+@dataclass
+class TensorboardConfig(TrackingConfig):
+    """tracking=tensorboard"""
+
+    kind: str = setting("tensorboard", trajectory=False)
 
 
 @dataclass
@@ -19,4 +27,3 @@ class WandbConfig(TrackingConfig):
     kind: str = setting("wandb", trajectory=False)
     mode: str = setting("offline", choices=("offline", "online", "disabled"), trajectory=False)
     project: str = setting("cowroll", trajectory=False)
-    completions: int = setting(4, at_least=0, trajectory=False)

@@ -2,7 +2,7 @@
 
 import logging
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -167,3 +167,24 @@ def restore_prompts(rows: Sequence[Row], kept: Mapping[str, Tensor], kind: str) 
     return [
         replace(row, prompt_ids=ids[end - length : end]) for row, length, end in zip(rows, lengths, ends, strict=True)
     ]
+
+
+def render_task(
+    task: Task,
+    tokenizer: PreTrainedTokenizerBase,
+    vocab_size: int,
+    kept: Mapping[str, Tensor] | None,
+    changed: Collection[str],
+) -> Task:
+    """The task with its prompts as ids: those in `kept`, where the data and what renders it have not changed."""
+
+    def rows(given: list[Row], kind: str, name: str) -> list[Row]:
+        if kept is None or set(changed) & {name, "text around prompts", "tokenizer", "chat template"}:
+            return render_rows(given, tokenizer, vocab_size, kind, task.prompts)
+        return restore_prompts(given, kept, kind)
+
+    return replace(
+        task,
+        train_rows=rows(task.train_rows, "train", "training data"),
+        eval_rows=rows(task.eval_rows, "eval", "held-out data"),
+    )

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from rollout_kernels.philox import uniform53
 
 DATA_PURPOSE, SHUFFLE_PURPOSE, SPLIT_PURPOSE, WARM_START_PURPOSE, STYLE_PURPOSE = range(16, 21)
-MINIBATCH_PURPOSE, ADAPTER_PURPOSE = range(21, 23)
+MINIBATCH_PURPOSE, ADAPTER_PURPOSE, COMPLETIONS_PURPOSE = range(21, 24)
 """Keys of the counter-based generator, apart from those that rollouts draw from."""
 
 _SHOWN = 60

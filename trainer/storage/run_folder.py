@@ -14,12 +14,17 @@ from typing import IO
 from rollout.model import flush_directory
 from trainer.config import ConfigError
 from trainer.storage import folders
+from trainer.storage.lines import iterate_lines
 from trainer.storage.writing import writing
-from trainer.tracking.tracking import read_metrics
 
 logger = logging.getLogger(__name__)
 
-_FILES = ("config.yaml", "metrics.jsonl", "metrics.tmp", "summary.json", folders.METRICS_ASIDE)
+_METRICS, _COMPLETIONS = "metrics.jsonl", "completions.jsonl"
+_ASIDE = {_COMPLETIONS: "completions.before-resume.jsonl", _METRICS: folders.METRICS_ASIDE}
+"""Files of lines by step, and where those of steps that a resumed run does again are kept. Metrics come last: by them
+it is known which lines there are."""
+_PARTIAL = tuple(str(Path(name).with_suffix(".tmp")) for pair in _ASIDE.items() for name in pair)
+_FILES = ("config.yaml", "summary.json", *_ASIDE, *_ASIDE.values(), *_PARTIAL)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 
 _claimed: "weakref.WeakSet[RunFolder]" = weakref.WeakSet()
@@ -103,54 +108,68 @@ class RunFolder:
     def _let_go(self) -> None:
         self._lock.close()
 
-    def set_metrics_aside(self, found: Path | None, start: int) -> None:
-        """Make metrics.jsonl the file that the run goes on from; what it has beyond step `start` is kept aside.
+    def set_aside(self, found: Path | None, start: int) -> None:
+        """Make the files of lines those that the run goes on from; what they have beyond step `start` is kept aside.
 
         found: the checkpoint, this run's or another's. The lines aside go when a new checkpoint has replaced the
         later ones: until then a run may still go on from those.
         """
-        metrics, aside = self.path / "metrics.jsonl", self.path / folders.METRICS_ASIDE
         if found is None:
-            for path in (metrics, aside):
-                if _steps(path):
-                    with writing(path):
-                        kept = path.rename(_free_name(self.path))
-                    logger.warning("no checkpoint in %s: starting over; earlier metrics are in %s", self.path, kept)
+            self._set_all_aside()
             return
-        source = found.resolve().parent.parent
-        names = (metrics.name, aside.name)
-        chosen = next((source / name for name in names if start in _steps(source / name)), None)
+        source, metrics_aside = found.resolve().parent.parent, _ASIDE[_METRICS]
+        chosen = next((name for name in (_METRICS, metrics_aside) if start in _steps(source / name)), None)
         if chosen is None:
             logger.warning("resume: no metrics of step %d are beside %s; earlier lines are missing", start, found)
             return
-        own = source == self.path.resolve()
-        if own and chosen.name == metrics.name and not aside.exists() and max(_steps(metrics)) > start:
-            _copy(metrics, aside)
-        if not own or chosen.name != metrics.name:
-            _copy(chosen, metrics)
+        own, goes_back = source == self.path.resolve(), chosen == metrics_aside
+        beyond = own and not goes_back and not (self.path / metrics_aside).exists()
+        beyond = beyond and max(_steps(self.path / _METRICS)) > start
+        for name, aside in _ASIDE.items():
+            if beyond:
+                _copy(self.path / name, self.path / aside)
+            if not own or goes_back:
+                _copy(source / (aside if goes_back else name), self.path / name)
+            _steps(self.path / name)
+
+    def _set_all_aside(self) -> None:
+        for name, aside in _ASIDE.items():
+            for path in (self.path / name, self.path / aside):
+                if _steps(path):
+                    with writing(path):
+                        kept = path.rename(_free_name(path.with_name(name)))
+                    logger.warning("no checkpoint in %s: starting over; earlier lines are in %s", self.path, kept)
+
+    def drop_completions_aside(self) -> None:
+        """To be called when a new checkpoint is on the disk; metrics aside have gone with what it replaced."""
+        (self.path / _ASIDE[_COMPLETIONS]).unlink(missing_ok=True)
 
 
 def _steps(path: Path) -> list[float]:
     try:
-        return [line["step"] for line in read_metrics(path)]
+        return [line["step"] for line in iterate_lines(path)]
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"run_dir: {path} is damaged ({error}); move it away to go on without the earlier steps' metrics"
+            f"run_dir: {path} is damaged ({error}); move it away to go on without the earlier steps' lines"
         ) from error
 
 
-def _free_name(folder: Path) -> Path:
+def _free_name(path: Path) -> Path:
     count = 1
-    path = folder / "metrics.before-restart.jsonl"
-    while path.exists():
+    free = path.with_name(f"{path.stem}.before-restart.jsonl")
+    while free.exists():
         count += 1
-        path = folder / f"metrics.before-restart-{count}.jsonl"
-    return path
+        free = path.with_name(f"{path.stem}.before-restart-{count}.jsonl")
+    return free
 
 
 def _copy(source: Path, target: Path) -> None:
+    """Put a copy in the target's place; if there is no source, nothing."""
     partial = target.with_suffix(".tmp")
     with writing(target):
+        if not source.is_file():
+            target.unlink(missing_ok=True)
+            return
         shutil.copyfile(source, partial)
         with partial.open("rb") as copied:
             os.fsync(copied.fileno())

@@ -1,6 +1,5 @@
-"""Where metrics go: metrics.jsonl, the console, and wandb if asked. A tracker that fails never stops training."""
+"""Where metrics go: metrics.jsonl, the console, and a dashboard if asked. A tracker that fails never stops training."""
 
-import json
 import logging
 import math
 import os
@@ -9,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, cast
 
-from trainer.config import TrackingConfig, WandbConfig
-from trainer.storage.writing import writing
+from trainer.config import TensorboardConfig, TrackingConfig, WandbConfig
+from trainer.storage.lines import iterate_lines
+from trainer.tracking.tensorboard import TensorboardTracker
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,6 @@ class WandbTracker:
         import wandb
 
         self._wandb = wandb
-        self._num_completions = config.completions
         mode = cast(Literal["online", "offline", "disabled"], config.mode)
         self._run = wandb.init(project=config.project, name=name, dir=run_dir, mode=mode, config=values)
 
@@ -42,9 +41,6 @@ class WandbTracker:
         self._run.log({f"train/{name}": value for name, value in metrics.items()}, step=step)
 
     def log_completions(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        rows = rows[: self._num_completions]
-        if not rows:
-            return
         columns = list(rows[0])
         table = self._wandb.Table(columns=columns, data=[[row[column] for column in columns] for row in rows])
         self._run.log({"completions": table}, step=step)
@@ -87,41 +83,24 @@ class SafeTracker:
 
 
 def make_tracker(config: TrackingConfig, run_dir: Path, name: str, values: dict[str, Any] | None) -> SafeTracker:
-    """The configured tracker; one that cannot start is a warning. values: the run's settings; None: nothing to log."""
-    if not isinstance(config, WandbConfig) or values is None:
-        return SafeTracker(None)
+    """The configured tracker; one that cannot start is a warning. values: the run's settings; None: nothing to log.
+
+    The run's own files already have the lines that the run goes on from, and no others.
+    """
+    tracker: Tracker | None = None
     try:
-        return SafeTracker(WandbTracker(config, run_dir, name, values))
+        if isinstance(config, WandbConfig) and values is not None:
+            tracker = WandbTracker(config, run_dir, name, values)
+        elif isinstance(config, TensorboardConfig) and values is not None:
+            tracker = TensorboardTracker(run_dir, values)
     except Exception as error:  # noqa: BLE001  see above
-        logger.warning("tracking=wandb could not start, training goes on without it: %s", error)
-        return SafeTracker(None)
-
-
-class MetricsFile:
-    """metrics.jsonl: one line per step, each step once, also after a resume."""
-
-    def __init__(self, path: Path, resume_step: int) -> None:
-        """Keep the lines up to resume_step; later ones belong to steps that will run again."""
-        self.path = path
-        kept = [line for line in read_metrics(path) if line["step"] <= resume_step]
-        partial = path.with_suffix(".tmp")
-        with writing(path):
-            partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
-            partial.replace(path)
-
-    def append(self, metrics: Mapping[str, float]) -> None:
-        with writing(self.path), self.path.open("a") as file:
-            file.write(json.dumps(metrics) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        logger.warning("tracking=%s could not start, training goes on without it: %s", config.kind, error)
+    return SafeTracker(tracker)
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
     """The lines of a metrics.jsonl; a last line that a crash cut short is left out."""
-    if not path.is_file():
-        return []
-    complete = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-    return [json.loads(line) for line in complete]
+    return list(iterate_lines(path))
 
 
 class Progress:
