@@ -21,7 +21,7 @@ from trainer.__main__ import CONFIG_DIRECTORY
 from trainer.config import ConfigError, parse_config
 from trainer.loop import train
 from trainer.report.__main__ import main
-from trainer.report.charts import Scale, running_mean, thinned
+from trainer.report.charts import Scale, binned, running_mean, thinned
 from trainer.report.markup import duration, escape, number
 from trainer.report.page import render_page, write_report
 from trainer.report.panels import PANELS
@@ -72,7 +72,12 @@ def _write(folder: Path, steps: int = 40, name: str = "made", text: str = "12+34
 
 @pytest.mark.parametrize(
     ("low", "high", "expected"),
-    [(0, 1, [0, 0.5, 1]), (0, 10, [0, 5, 10]), (3, 41, [10, 20, 30, 40]), (-1, 1, [-1, -0.5, 0, 0.5, 1])],
+    [
+        (0, 1, [0, 0.25, 0.5, 0.75, 1]),
+        (0, 30, [0, 10, 20, 30]),
+        (3, 41, [10, 20, 30, 40]),
+        (-1, 1, [-1, -0.5, 0, 0.5, 1]),
+    ],
 )
 def test_ticks_are_round(low: float, high: float, expected: list[float]) -> None:
     assert Scale(low, high, 0, 100).ticks(4) == pytest.approx(expected)
@@ -98,9 +103,18 @@ def test_running_mean_is_of_the_neighbours() -> None:
     values = np.random.default_rng(0).normal(size=100)
     means = running_mean([(step, float(value)) for step, value in enumerate(values)])
     for place, (step, mean) in enumerate(means):
-        side = min(5, place, 99 - place)
         assert step == place
-        assert mean == pytest.approx(values[place - side : place + side + 1].mean())
+        assert mean == pytest.approx(values[max(0, place - 5) : place + 6].mean())
+
+
+@pytest.mark.parametrize(("length", "sizes"), [(8, [1] * 8), (9, [2, 2, 2, 2, 1]), (24, [3] * 8)])
+def test_bins_are_means_of_pieces(length: int, sizes: list[int]) -> None:
+    values = np.random.default_rng(0).normal(size=length)
+    pieces = np.split(np.arange(length), np.cumsum(sizes)[:-1])
+    points = [(float(step), float(value)) for step, value in enumerate(values)]
+    places, means = zip(*binned(points, 8), strict=True)
+    assert places == tuple(piece.mean() for piece in pieces)
+    assert means == pytest.approx([values[piece].mean() for piece in pieces])
 
 
 @pytest.mark.parametrize(
@@ -173,6 +187,8 @@ def test_page_is_written_beside_the_run_or_where_asked(tmp_path: Path, capsys: p
     assert main([run, other, f"out={tmp_path}/two.html"]) == 0
     with pytest.raises(ConfigError, match=r"^out: .*nowhere/two.html cannot be written"):
         write_report([run], str(tmp_path / "nowhere/two.html"))
+    with pytest.raises(ConfigError, match=r"^out: .*other cannot be written: Is a directory"):
+        write_report([run], other)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "run", "two.html"]
 
 
@@ -331,8 +347,8 @@ MEASURE = """<script>addEventListener("load", () => {
     lines: [...seen("path.line")].filter((line) => line.getBoundingClientRect().width > 100).length,
     values: (seen("svg")[0].dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowLeft"})),
       [...seen("output")[0].childNodes].map((one) => one.textContent)),
-    left: (seen("#run-0")[0].click(), [...seen(".of-0, .of-1")].filter((one) => one.getClientRects().length).length
-      - [...seen(".of-1")].filter((one) => one.getClientRects().length).length),
+    left: (seen("#run-0")[0].click(), [".of-0", ".of-1"].map((name) => [...seen(name)].some((one) =>
+      one.getClientRects().length))),
     focus: [...seen("a,button,input,select,summary,[tabindex]")].map((one) => one.tagName.toLowerCase()),
   }), "*");
 });</script>"""
@@ -394,7 +410,7 @@ def test_page_fits_shows_values_and_hides_runs_in_both_schemes(tmp_path: Path, w
         assert set(seen["shown"]) == {"40"}
         reward = number(_line(39)["reward"])
         assert seen["values"] == ["step 39", reward, reward]
-        assert seen["left"] == 0
+        assert seen["left"] == [False, True]
         assert seen["focus"][:3] == ["div", "input", "input"]
         assert _contrast(seen["back"], seen["ink"]) > 12
         backs[scheme] = _luminance(seen["back"])

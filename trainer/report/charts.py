@@ -2,7 +2,9 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import accumulate
+from statistics import fmean
 from typing import Any
 
 from trainer.report.markup import escape, number
@@ -39,10 +41,10 @@ class Scale:
         return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
 
     def ticks(self, about: int) -> list[float]:
-        """Round values within, some `about` of them: 1, 2 or 5 times a power of ten apart."""
+        """Round values within, at most about `about` of them: 1, 2, 2.5 or 5 times a power of ten apart."""
         rough = (self.high - self.low) / about
         power = 10.0 ** math.floor(math.log10(rough))
-        apart = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
+        apart = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * 0.999)
         first = math.ceil(self.low / apart - 1e-9)
         return [n * apart for n in range(first, math.floor(self.high / apart + 1e-9) + 1)]
 
@@ -59,7 +61,9 @@ class Chart:
     stacked: bool = False
     note: str = ""
     """HTML below the drawing."""
-    bounds: tuple[float, float] | None = field(default=None)
+    style: str = ""
+    """Classes of the whole figure, by which a legend hides it."""
+    bounds: tuple[float, float] | None = None
     """Of the steps; None: those of the lines."""
 
     def render(self, place: int) -> str:
@@ -71,7 +75,7 @@ class Chart:
         )
         shown = f"{number(self.lines[0].points[-1][1])}{self.unit}" if len(self.lines) == 1 else ""
         return (
-            f'<figure class="chart" data-chart="{place}"><figcaption><h3>{escape(self.title)}</h3>'
+            f'<figure class="chart {self.style}" data-chart="{place}"><figcaption><h3>{escape(self.title)}</h3>'
             f'<output aria-live="off">{escape(shown)}</output></figcaption>'
             f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(f"{self.title} by step. {last}")}">'
             f'{"".join(shapes)}<g class="cursor"></g></svg>{self.note}</figure>'
@@ -127,7 +131,7 @@ class Chart:
         shapes, below = [], [(step, 0.0) for step, _ in self.lines[0].points]
         for line in self.lines:
             above = [(step, low + value) for (step, low), (_, value) in zip(below, line.points, strict=True)]
-            outline = thinned(above, _MOST) + thinned(below, _MOST)[::-1]
+            outline = above + below[::-1]
             if len(below) == 1:  # one step is a bar
                 (step, low), (_, high) = below[0], above[0]
                 outline = [(step, low), (step, high), (step + 0.5, high), (step + 0.5, low)]
@@ -181,13 +185,18 @@ def thinned(points: Points, most: int) -> Points:
 
 
 def running_mean(points: Points) -> Points:
-    """The mean of each value and its neighbours, a tenth of all to each side at most, and as many on both."""
-    values, reach = [value for _, value in points], max(2, len(points) // 20)
-    sums = [0.0]
-    for value in values:
-        sums.append(sums[-1] + value)
+    """The mean of each value and its neighbours, a twentieth of all on each side, fewer at the ends."""
+    reach = max(2, len(points) // 20)
+    sums = [0.0, *accumulate(value for _, value in points)]
     means = []
     for place, (step, _) in enumerate(points):
-        side = min(reach, place, len(points) - 1 - place)
-        means.append((step, (sums[place + side + 1] - sums[place - side]) / (2 * side + 1)))
+        first, behind = max(0, place - reach), min(len(points), place + reach + 1)
+        means.append((step, (sums[behind] - sums[first]) / (behind - first)))
     return means
+
+
+def binned(points: Points, most: int) -> Points:
+    """At most `most` points: the means of pieces of one length, but for the last, at the steps in their middles."""
+    size = -(-len(points) // most)
+    pieces = [points[first : first + size] for first in range(0, len(points), size)]
+    return [(fmean(step for step, _ in piece), fmean(value for _, value in piece)) for piece in pieces]

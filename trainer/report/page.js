@@ -39,7 +39,7 @@
       const here = found.filter(([, point]) => point[0] === at[0]);
       place = steps.indexOf(at[0]);
       cursor.replaceChildren(element("path", {d: `M${at[1]} 10V166`}));
-      output.replaceChildren(`step ${at[0]}`);
+      output.replaceChildren(`step ${Math.round(at[0])}`);
       for (const [line, point] of here) {
         cursor.append(element("circle", {cx: point[1], cy: point[2], r: 3.5, class: line.style}));
         const value = document.createElement("span");

@@ -5,6 +5,7 @@ import hashlib
 import json
 import statistics
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 
@@ -31,6 +32,8 @@ def write_report(paths: Sequence[str], out: str | None) -> Path:
         partial.write_text(text, encoding="utf-8")
         partial.replace(path)
     except OSError as error:
+        with suppress(OSError):  # it may never have been made
+            partial.unlink()
         raise ConfigError(f"out: {path} cannot be written: {error.strerror}; give another out=FILE.html") from error
     return path
 

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trainer.report.charts import Chart, Line
+from trainer.report.charts import Chart, Line, binned
 from trainer.report.markup import duration, escape
 from trainer.report.runs import RunRecord
 
@@ -12,6 +12,8 @@ _PHASES = ("rollout", "reward", "forward", "backward", "optimizer", "swap")
 """Of a step, one after another; what is left of it is shown as the rest."""
 _BESIDE = ("eval", "checkpoint")
 """Not part of a step's seconds."""
+_BINS = 90
+"""Steps, or means of neighbouring ones, that are stacked."""
 
 
 @dataclass(frozen=True)
@@ -109,9 +111,10 @@ def _time(runs: Sequence[RunRecord], k: int) -> Chart | None:
     steps = [line["step"] for line in lines]
     layers, legend = [], []
     for place, (name, values) in enumerate(seconds.items()):
-        layers.append(Line(name, f"phase-{place}", list(zip(steps, values, strict=True))))
+        layers.append(Line(name, f"phase-{place}", binned(list(zip(steps, values, strict=True)), _BINS)))
         mean = duration(statistics.fmean(values))
         legend.append(f'<li class="phase-{place}"><b></b>{name} {mean}, {sum(values) / total:.0%}</li>')
     title = "Phases" if len(runs) == 1 else runs[k].label
     note = f'<ul class="phases" aria-label="{escape(title)}: mean seconds of a step">{"".join(legend)}</ul>'
-    return Chart(title, layers, " s", stacked=True, note=note)
+    last = max(run.last_step for run in runs)
+    return Chart(title, layers, " s", stacked=True, note=note, style=f"of-{k}", bounds=(0, last))
