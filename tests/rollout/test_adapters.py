@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import tiny_models
+from backends import needs_stable_products, rows_are_stable
 from rollout import RolloutEngine, RolloutError, RolloutGroup, SamplingParams
 from rollout.engine import exactness
 from rollout.forward import build_pack, score_tokens
@@ -65,6 +66,7 @@ def ids_of(groups: list[RolloutGroup]) -> list[list[int]]:
 @pytest.mark.parametrize("rank", [1, 3, 8, 64])
 @pytest.mark.usefixtures("implementation")
 def test_generator_and_trainer_agree_in_every_bit(threads: int, dtype: torch.dtype, rank: int) -> None:
+    needs_stable_products(dtype)
     sampling = SamplingParams(max_new_tokens=10, seed=0)
     with small_engine(adapted(dtype=dtype, rank=rank), max_num_batched_tokens=64, exact="require") as engine:
         groups = engine.generate_rollouts(PROMPTS, 4, sampling)
@@ -145,6 +147,8 @@ def test_the_probe_sees_a_fresh_adapter_compute(monkeypatch: pytest.MonkeyPatch)
 @DTYPES
 @pytest.mark.parametrize("rank", [1, 4, 16, 64])
 def test_narrow_products_do_not_depend_on_the_number_of_rows(threads: int, dtype: torch.dtype, rank: int) -> None:
+    if rank > 16 and not rows_are_stable(torch.float32, 1):
+        pytest.skip("what is not narrow is as stable as torch's other products, which are not here")
     generator = torch.Generator().manual_seed(rank)
     x, weight = (torch.randn(n, 1536, generator=generator).to(dtype) for n in (512, rank))
     whole = narrow_linear(x, weight)
