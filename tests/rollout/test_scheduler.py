@@ -388,7 +388,7 @@ def random_simulation(seed: int) -> Simulation:
     return sim
 
 
-@pytest.mark.parametrize("start", range(0, 300, 50))
+@pytest.mark.parametrize("start", [0, *(pytest.param(start, marks=pytest.mark.slow) for start in range(50, 300, 50))])
 def test_random_requests_all_end(start: int) -> None:
     """About 3,000 requests in 300 engines of random sizes; Simulation checks every step of each."""
     for seed in range(start, start + 50):

@@ -153,6 +153,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, dtype: torch.dty
     assert (tmp_path / "whole" / last).read_bytes() == (tmp_path / "cut" / last).read_bytes()
 
 
+@pytest.mark.slow
 def test_the_built_in_model_trains_with_an_adapter(tmp_path: Path) -> None:
     run = run_once(tmp_path / "run", "adapter=lora", "checkpoint.every=3")
     assert all(line["logprob_gap_max"] == 0.0 for line in metrics_of(run) if line["step"])

@@ -133,6 +133,7 @@ def test_what_a_run_would_refuse_ends_with_2(command: Command, arguments: list[s
     assert (status, message in errors, "Traceback" in errors) == (2, True, False), errors
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_seen_enough(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"}
     line = f"{sys.executable} -m trainer.inspect | true; exit ${{PIPESTATUS[0]}}"

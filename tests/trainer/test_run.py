@@ -31,6 +31,7 @@ def text_model() -> PreTrainedModel:
     return tiny_models.random_model("qwen3", vocab_size=tiny_models.TEXT_VOCAB, eos_token_id=tiny_models.EOS)
 
 
+@pytest.mark.slow
 def test_two_runs_of_one_seed_agree_and_another_seed_does_not(tmp_path: Path) -> None:
     first, second, other = (run_once(tmp_path / name, f"seed={seed}") for name, seed in (("a", 1), ("b", 1), ("c", 2)))
     assert metrics_of(first) == metrics_of(second) != metrics_of(other)
@@ -354,7 +355,10 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("change", CHANGES)
+_QUICK = ("an answer", "reward", "tokenizer")
+
+
+@pytest.mark.parametrize("change", [pytest.param(c, marks=[] if c in _QUICK else pytest.mark.slow) for c in CHANGES])
 def test_changed_contents_are_refused_by_name_and_allowed_on_request(
     changed: tuple[Path, list[str]], change: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -410,6 +414,7 @@ def test_a_helper_that_the_reward_imports_belongs_to_it(
 DATED = "{{ strftime_now('%d %b %Y') }} " + tiny_models.CHAT_TEMPLATE
 
 
+@pytest.mark.slow
 def test_a_template_that_prints_the_date_gives_a_run_the_same_prompts_on_every_day(
     tmp_path: Path, text_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

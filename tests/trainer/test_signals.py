@@ -105,7 +105,7 @@ MOMENTS = {
 }
 
 
-_QUICK = ("warm start", "reward", "update", "checkpoint")
+_QUICK = ("update", "checkpoint")
 
 
 @pytest.mark.parametrize("moment", [pytest.param(m, marks=[] if m in _QUICK else pytest.mark.slow) for m in MOMENTS])
@@ -159,6 +159,7 @@ def test_without_checkpoints_none_is_written(here: Path, command: Command, monke
     assert not (here / "run/checkpoints").exists()
 
 
+@pytest.mark.slow
 def test_a_run_from_another_one_s_checkpoint_goes_on_from_there(
     here: Path, command: Command, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

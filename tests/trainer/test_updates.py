@@ -300,9 +300,13 @@ def test_a_penalty_in_the_return_is_what_a_token_and_those_behind_it_cost() -> N
     [
         ["algorithm=dapo", "algorithm.max_refills=2"],
         ["algorithm=gspo", "algorithm.epochs=2", "algorithm.minibatches=2"],
-        ["algorithm=reinforce_pp", "algorithm.kl_coef=0.1", "algorithm.top_entropy=0.5"],
         ["algorithm=rloo", "algorithm.kl_coef=0.05", "algorithm.correction=token_truncate", "rollout.exact=off"],
-        ["algorithm=cispo", "algorithm.entropy_coef=0.01", "algorithm.truncated=mask"],
+        pytest.param(
+            ["algorithm=reinforce_pp", "algorithm.kl_coef=0.1", "algorithm.top_entropy=0.5"], marks=pytest.mark.slow
+        ),
+        pytest.param(
+            ["algorithm=cispo", "algorithm.entropy_coef=0.01", "algorithm.truncated=mask"], marks=pytest.mark.slow
+        ),
     ],
     ids=lambda overrides: overrides[0],
 )
