@@ -1,6 +1,8 @@
 """Which kernels there are, how a test has them chosen anew, and what torch's own products promise here."""
 
+import contextlib
 import functools
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -23,12 +25,21 @@ def choose_anew() -> None:
         kept.cache_clear()
 
 
+@contextlib.contextmanager
+def num_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 @functools.cache
 def rows_are_stable(dtype: torch.dtype, threads: int) -> bool:
     """Whether a row of torch's products has the same bits in each batch of 16, 32, ... rows."""
-    before, generator = torch.get_num_threads(), torch.Generator().manual_seed(0)
-    torch.set_num_threads(threads)
-    try:
+    generator = torch.Generator().manual_seed(0)
+    with num_threads(threads):
         for n, k in ((128, 96), (64, 96), (160, 96), (211, 96), (96, 160), (96, 128)):
             x, weight = (torch.randn(size, k, generator=generator).to(dtype) for size in (512, n))
             whole = F.linear(x, weight)
@@ -36,9 +47,7 @@ def rows_are_stable(dtype: torch.dtype, threads: int) -> bool:
                 parts = F.linear(x[:rows], weight), F.linear(x[None, :rows], weight)[0]
                 if not all(torch.equal(part, whole[:rows]) for part in parts):
                     return False
-        return True
-    finally:
-        torch.set_num_threads(before)
+    return True
 
 
 def needs_stable_products(dtype: torch.dtype, *threads: int) -> None:

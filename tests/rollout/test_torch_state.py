@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from backends import needs_stable_products
+from backends import needs_stable_products, num_threads
 from rollout import RolloutEngine, RolloutError, RolloutGroup, SamplingParams
 from rollout.forward.packing import build_pack
 from rollout.forward.scoring import TokenScores, score_tokens
@@ -45,16 +45,6 @@ def default_device(device: str) -> Iterator[None]:
         yield
     finally:
         torch.set_default_device(None)
-
-
-@contextlib.contextmanager
-def num_threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @contextlib.contextmanager

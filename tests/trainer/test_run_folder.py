@@ -34,12 +34,13 @@ def _holder(folder: Path, children: str = "0") -> tuple[subprocess.Popen[str], i
     return process, int(process.stdout.readline())
 
 
-_CHILDREN = {"alone": "0", "forked": FORK, "spawned": SPAWN}
-
-
 @pytest.mark.parametrize(
     "children",
-    [pytest.param(code, marks=[] if how == "forked" else pytest.mark.slow, id=how) for how, code in _CHILDREN.items()],
+    [
+        pytest.param("0", id="alone", marks=pytest.mark.slow),
+        pytest.param(FORK, id="forked"),
+        pytest.param(SPAWN, id="spawned", marks=pytest.mark.slow),
+    ],
 )
 def test_lock_is_held_by_the_living_and_not_by_the_dead_or_their_children(tmp_path: Path, children: str) -> None:
     process, child = _holder(tmp_path / "run", children)
